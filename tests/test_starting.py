@@ -104,6 +104,15 @@ def test_large_images_are_resized_for_a_tiny_base(photos: Path, tmp_path: Path) 
     assert started(tmp_path, folder, "--model", "tiny")[0].data.size == (32, 64)
 
 
+def test_a_broken_image_is_left_to_validate(photos: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(photos, tmp_path / "photos")
+    first = sorted(folder.glob("images/*"))[0]
+    first.write_bytes(first.read_bytes()[:200])
+    assert started(tmp_path, folder, "--model", "tiny")[0].data.size == (32, 64)
+    outcome = retouch("data", "validate", tmp_path / "run.yaml")
+    assert outcome.code == 2 and f"{first.name}: damaged image" in outcome.out
+
+
 def test_a_manifest_in_a_folder(signs: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()

@@ -252,7 +252,10 @@ def test_published_rows_are_shown_where_the_settings_compare(tmp_path: Path) -> 
         (table(clip="mine"), model),
         (table(resized=3), "base: 3 images are not of 512 x 512 pixels"),
         (table("rewards: {clip: {text_key: caption}, kept_area: {scorer: jpeg_size}}\n"),
-         "rewards.kept_area is jpeg_size instead of kept_area"),
+         'rewards.kept_area is jpeg_size instead of kept_area; rewards.clip.text_key is "caption" instead of ""'),
+        (table("rewards: {clip: {crop: mask_box}}\n"), 'rewards.clip.crop is "mask_box" instead of "none"'),
+        (table("rewards: {kept_area: {paste_back: true}}\n"),
+         "rewards.kept_area.paste_back is true instead of false"),
     ):  # fmt: skip
         assert "published," not in other
         assert f"not comparable with published numbers: {reason}" in other.splitlines()
@@ -275,6 +278,17 @@ JUDGED = "viescore gpt-4.1 served as {} 0a1b"
         ("Qwen/Qwen2.5-VL-7B-Instruct", "longtext x served as Qwen/Qwen2.5-VL-7B-Instruct-AWQ ab", False),
         ("openai/clip-vit-large-patch14", "clip openai/clip-vit-large-patch14-336 ab", False),
         ("mask2former_swin-s", "strict mask2former_swin-s_20220504_001756-743b7d99.pth", True),
+        ("mask2former_swin-s_coco", "strict mask2former_swin-s_coco.pth ab, clip cd", True),
+        ("mask2former_swin-s_coco", "strict mask2former_swin-s_coco_panoptic.pth ab, clip cd", False),
+        ("gpt-4.1", " | ".join([JUDGED.format("gpt-4.1")] * 2), True),
+        ("gpt-4.1", f"{JUDGED.format('gpt-4.1')} | {JUDGED.format('qwen')}", False),
+        ("gpt-4.1", "viescore gpt-4.1 served as gpt-4.1-2025-04-14 fp_1, gpt-4.1-20 ...", True),
+        ("gpt-4.1", "viescore gpt-4.1 served as qwen, gpt-4.1-20 ...", False),
+        ("gpt-4.1", "viescore gpt-4.1 served as qw ...", False),
+        ("gpt-4.1", JUDGED.format("gpt-4.1-2025-mini"), False),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "longtext x served as /models/qwen2.5-vl-7b-instruct/ ab", True),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "x served as /hub/models--Qwen--Qwen2.5-VL-7B-Instruct/snapshots/0a1 ab", True),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "longtext x served as /models/Qwen2.5-VL-7B-Instruct/adapter ab", False),
         ("mask2former_swin-s", "strict facebook/mask2former-swin-small ab, clip cd", False),
     ],
 )

@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from retouch.config import ConfigError, RunConfig, parse_run
 from retouch.data.dataset import load_dataset
+from retouch.errors import RetouchError
 from retouch.families.embeddings import (
     EmbeddingCache,
     fingerprint,
@@ -25,8 +27,10 @@ from retouch.families.flux.embeddings import given_embeddings
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.image_encoder import TINY
 from retouch.types import Example
-from retouch.use.loaded import for_prompts
+from retouch.use.loaded import for_items
+from retouch.use.page import Asked, Studio
 from retouch.use.precompute import precompute
+from retouch.use.trained import Trained
 from tests.algorithms.runs import same_weights, train, weights
 from tests.command_line import retouch
 from tests.conftest import small_run
@@ -95,13 +99,16 @@ def test_sampling_takes_prompts_that_are_not_stored(
     precompute(parse_run(run), tmp_path / "cache")
     run["model"]["embeddings"] = str(tmp_path / "cache")
     config = parse_run(run)
-    stored = load_dataset(config.data, "data", ()).prompts
-    assert for_prompts(config, stored) is config
+    items = load_dataset(config.data, "data", ()).items
+    stored = [item.prompt for item in items]
+    assert for_items(config, items) is config
     caplog.set_level("INFO")
-    changed = for_prompts(config, [*stored, "a new prompt"])
+    changed = for_items(config, [*items, replace(items[0], prompt="a new prompt")])
     assert changed.model.embeddings is None
-    assert "loading the text encoders instead of model.embeddings" in caplog.text and "'a new prompt'" in caplog.text
-    assert for_prompts(config, None).model.embeddings is None
+    assert "loading the text encoders: model.embeddings has no entry for 1 prompts, 'a new prompt'" in caplog.text
+    elsewhere = config.model.model_copy(update={"embeddings": str(tmp_path / "nowhere")})
+    with pytest.raises(ConfigError, match="nowhere holds no embeddings"):
+        for_items(config.model_copy(update={"model": elsewhere}), items)
     (tmp_path / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
     source = sorted(signs.rglob("*_source.png"))[0]
     mask = source.with_name(source.name.replace("_source", "_mask"))
@@ -111,6 +118,33 @@ def test_sampling_takes_prompts_that_are_not_stored(
     without_encoders(model)
     outcome = retouch("sample", *where, "--prompt", stored[0])
     assert outcome.code == 0, outcome.err
+
+
+def test_the_page_loads_the_encoders_for_a_new_prompt_only(signs: Path, tmp_path: Path) -> None:
+    """And after a failure, a stored prompt is sampled again."""
+    model = copied("flux_fill", tmp_path / "model")
+    run = run_of(signs, tmp_path, "flux_fill")
+    precompute(parse_run(run), tmp_path / "cache")
+    run["model"]["embeddings"] = str(tmp_path / "cache")
+    config = parse_run(run)
+    whole = copied("flux_fill", tmp_path / "whole")
+    without_encoders(model)
+    item = load_dataset(config.data, "data", ()).items[0]
+    source, mask = Image.open(str(item.source_path)), Image.open(str(item.mask_path)).convert("L")
+    paint = Image.merge("RGBA", [Image.new("L", mask.size, 255)] * 3 + [mask])
+    drawing = {"background": source, "layers": [paint]}
+    studio = Studio(Trained(config, {}))
+    (first,) = studio.repaint(drawing, Asked(prompt=item.prompt, steps=2))
+    with pytest.raises(RetouchError):  # no encoders
+        studio.repaint(drawing, Asked(prompt="a new prompt", steps=2))
+    (again,) = studio.repaint(drawing, Asked(prompt=item.prompt, steps=2))
+    assert first.tobytes() == again.tobytes()
+    for part in whole.iterdir():
+        if part.is_dir():
+            shutil.copytree(part, model / part.name, dirs_exist_ok=True)
+    assert len(studio.repaint(drawing, Asked(prompt="a new prompt", steps=2))) == 1
+    (with_encoders,) = studio.repaint(drawing, Asked(prompt=item.prompt, steps=2))
+    assert first.tobytes() == with_encoders.tobytes()
 
 
 def test_references_need_no_image_encoder(signs: Path, tmp_path: Path) -> None:
@@ -124,7 +158,10 @@ def test_references_need_no_image_encoder(signs: Path, tmp_path: Path) -> None:
     examples = list(data)[:2]
     expected = load_model(config.model).encode(examples, 1.0).tensors["reference"]
     assert precompute(config, tmp_path / "cache")["references"] >= 2
-    assert for_prompts(config.model_copy(update={"model": kept}), data.prompts).model.embeddings is None  # new ones
+    config = config.model_copy(update={"model": kept})
+    assert for_items(config, data.items) is config
+    other = replace(data.items[0], reference_path=data.items[0].source_path)
+    assert for_items(config, [data.items[0], other]).model.embeddings is None
     shutil.rmtree(encoder)
     stored = load_model(kept)
     assert torch.equal(stored.encode(examples, 1.0).tensors["reference"], expected)

@@ -17,6 +17,7 @@ import pytest
 from retouch.config import ConfigError, parse_run
 from retouch.config.load import dump_run
 from retouch.rewards.client.client import RewardClient
+from retouch.rewards.foreign import fetch
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import judged, make_scorer
@@ -278,6 +279,20 @@ def test_no_answer_in_time_is_a_retryable_failure() -> None:
         (failure,) = score_checked(scorer, [grey(51)])
     assert isinstance(failure, Failure) and (failure.code, failure.retryable) == ("unavailable", True)
     assert time.monotonic() - started < 1.5
+
+
+@pytest.mark.parametrize(("left", "connect"), [(180.0, 5.0), (2.0, 2.0)])
+def test_an_address_that_drops_packets_is_noticed_within_seconds(left: float, connect: float) -> None:
+    asked: list[dict[str, float]] = []
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        asked.append(request.extensions["timeout"])
+        return httpx.Response(200, content=b"{}")
+
+    with httpx.Client(transport=httpx.MockTransport(reply)) as client:
+        fetch(client, "GET", "http://judge/v1/models", time.monotonic() + left)
+    assert asked[0]["connect"] == pytest.approx(connect, abs=0.1)
+    assert asked[0]["read"] == pytest.approx(left, abs=0.1)
 
 
 def test_a_judge_that_is_down_is_told_at_once_and_waited_for_seconds(

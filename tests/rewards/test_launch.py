@@ -8,8 +8,10 @@ import logging
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,8 +29,9 @@ from retouch.rewards.client.endpoints import (
     resolve_urls,
     write_endpoints,
 )
+from retouch.rewards.client.status import Status
 from retouch.rewards.devices import gpu_count
-from retouch.rewards.server.launch import LocalServer, requested
+from retouch.rewards.server.launch import Instance, LocalServer, Supervisor, requested
 from retouch.tiny.signs import draw_sign
 from tests.command_line import retouch
 from tests.rewards.fakes import Brightness, closed_port, free_port, get, item, serving, until
@@ -221,12 +224,33 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_server_tells_when_it_is_ready(tmp_path: Path) -> None:
-    with served(tmp_path, "preservation") as one:
+    """It asks itself on loopback: a proxy of the environment would get the token."""
+    proxy = f"http://127.0.0.1:{closed_port()}"
+    given = {TOKEN: "secret", "HTTP_PROXY": proxy, "http_proxy": proxy, "NO_PROXY": "", "no_proxy": ""}
+    with served(tmp_path, "preservation", "--host", "0.0.0.0", wait=False, **given) as one:
         lines: list[str] = []
         assert one.process.stdout is not None
-        while not lines or "ready: " not in lines[-1]:
-            lines.append(one.process.stdout.readline())
-        assert one.url in lines[-1]
+        threading.Thread(target=lines.extend, args=[iter(one.process.stdout.readline, "")], daemon=True).start()
+        until(lambda: any(f"ready: {one.url}" in line for line in list(lines)), START_S)
+
+
+def test_the_server_ends_where_no_instance_loads_its_scorers() -> None:
+    """One that was started again may load them."""
+    with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
+        instances = [Instance(one, "127.0.0.1", "cpu", None) for one in (a, b)]
+        supervisor = Supervisor(instances, {}, watch_loading=True)
+        instances[0].status = Status("failed", "rewards.x.path: no weights")
+        supervisor._require_one_loads()
+        instances[1].status = Status("ready")
+        supervisor._require_one_loads()
+        instances[1].status = Status("failed", "another")
+        with pytest.raises(ConfigError, match=r"^the scorers cannot be loaded: rewards\.x\.path: no weights$"):
+            supervisor._require_one_loads()
+        instances[1].start({})
+        supervisor._require_one_loads()
+        assert instances[1].process is not None
+        instances[1].process.kill()
+        instances[1].process.wait()
 
 
 def test_a_taken_port(server: Served) -> None:
@@ -322,7 +346,8 @@ def test_a_server_whose_scorers_failed_is_not_waited_for(sign: Mapping[str, Path
         outcome = retouch(*arguments, url)
         assert time.monotonic() - started < 10  # a request alone has 60 s
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
-    assert outcome.err.startswith(f"error: --url: {url}: ") and "path: no weights" in outcome.err
+    assert outcome.err.startswith(f"error: --url: {url}: ") and "rewards.ocr: path: no weights" in outcome.err
+    assert outcome.err.endswith("; correct that, and start the server again\n")
 
 
 @pytest.mark.parametrize(

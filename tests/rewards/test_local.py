@@ -8,10 +8,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
+from retouch.config import ConfigError
+from retouch.rewards.base import problem_of
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import RewardItem, Scorer
+from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.ocr import OcrScorer
 from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.table import RewardTable
@@ -111,6 +114,25 @@ def test_a_scorer_that_cannot_load_raises() -> None:
     with pytest.raises(RuntimeError, match="no weights"):
         local.wait_ready(5)
     local.close()
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (
+            "reward 'clip': path: given 'x', which cannot be loaded",
+            "rewards.mine.path: given 'x', which cannot be loaded",
+        ),
+        ("path: given 'x'", "rewards.mine.path: given 'x'"),
+        ("size: given 3", "rewards.mine: size: given 3"),  # no option of it
+        ("a reward 'clip': no", "rewards.mine: a reward 'clip': no"),
+    ],
+)
+def test_a_problem_is_named_by_the_key_of_its_reward(told: str, message: str) -> None:
+    scorer = make_scorer("clip", {"path": "x"})
+    assert problem_of("mine", scorer, ConfigError(told)) == message
+    if "path: " in told:
+        assert problem_of("mine", object(), ConfigError("path: no")) == "rewards.mine: path: no"
 
 
 def test_close_ends_the_thread_and_cancels_what_has_not_begun() -> None:

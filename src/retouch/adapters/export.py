@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
-from diffusers.utils.logging import disable_progress_bar
+from diffusers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 from safetensors.torch import load_file, save_file
 
 from retouch.adapters import FORMATS_OF, comfyui
@@ -177,13 +179,25 @@ def save_pipeline(base: Base, weights: Path, out: Path) -> None:
         trained[base.network_name] = network
     elif base.transformer is not None:
         trained[base.network_name] = _other_network(base, *base.transformer)
-    disable_progress_bar()  # of its components, terminal or not
-    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(base.path, dtype=base.dtype, **trained)
+    with _without_progress_bars():
+        pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(base.path, dtype=base.dtype, **trained)
     if base.kind == "lora":
         pipeline.load_lora_weights(str(weights), weight_name=LORA_FILE)
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()
     pipeline.save_pretrained(str(out), safe_serialization=True)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """diffusers shows one for the components of a pipeline, terminal or not."""
+    enabled = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            enable_progress_bar()
 
 
 def _other_network(base: Base, path: str, subfolder: str | None) -> Any:

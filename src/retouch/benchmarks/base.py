@@ -6,6 +6,7 @@ arithmetic from the observations to the published measures. Its fields are the k
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +21,22 @@ from retouch.config.load import overlaid, with_variables
 from retouch.data.base import DataSection, ItemFiles
 from retouch.rewards.base import Reward, RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
+from retouch.rewards.foreign import one_line
 from retouch.types import Outcome, Score
 
 _AS_SAVED = {"paste_back": False}
 """Keys of every entry: an output is scored as it was saved, which `Benchmark.composites` decides."""
 
-_OF_THE_USER = frozenset({"address", "model", "prompts", "image_encoder"})
-"""Keys of the benchmarks' own rewards for a place or a model: the revision of the reward names the model."""
+_PLACES = {"url", "device", "address", "detector_url", "path", "model", "image_encoder", "detector", "prompts"}
+_PACE = {"concurrency", "requests_per_minute", "tokens_per_minute", "timeout_s", "threads", "images_per_forward"}
+_BUDGET = {"budget_requests", "budget_tokens", "budget_dollars", "price_in", "price_out"}
+_TRAINING = {"scorer", "weight", "gradient_weight", "role", "transform", "min_group_std"}
+_CLOSER = {"engine", "wording", "readability", "segmenter", "reader"}
+
+_OF_THE_USER = frozenset(_PLACES | _PACE | _BUDGET | _TRAINING | _CLOSER)
+"""Keys of a reward that do not make the measures of a benchmark others: places, and models, which the revision of the
+reward names; pace and budget; keys of training; and choices that bring the reward closer to the official one, which
+`departures` of the benchmark name."""
 
 JUDGE: Mapping[str, Any] = {"address": "${JUDGE_URL:-https://api.openai.com/v1}"}
 """Keys of a judge's entry: the endpoint that the environment names."""
@@ -193,7 +203,8 @@ class Benchmark(Section):
         return [*found, *self._other_rewards()]
 
     def _other_rewards(self) -> list[str]:
-        """Keys of the benchmark's own rewards that are not the official ones."""
+        """Keys of the benchmark's own rewards that are not the official ones. The options of a server that runs already
+        are not known here."""
         found: list[str] = []
         for name, keys in self.default_rewards(self.model_dump()).items():
             entry = self.rewards.get(name)
@@ -202,11 +213,12 @@ class Benchmark(Section):
             if entry.scorer != (scorer := keys.get("scorer", name)):
                 found.append(f"rewards.{name} is {entry.scorer} instead of {scorer}")
             elif entry.url in (None, "auto"):
-                official = {key: value for key, value in keys.items() if key not in _OF_THE_USER}
+                official = {key: of.get_default(call_default_factory=True) for key, of in entry.model_fields.items()}
+                official |= {**_AS_SAVED, **keys}
                 found += [
-                    f"rewards.{name}.{key} is {getattr(entry, key)} instead of {value}"
+                    f"rewards.{name}.{key} is {_shown(getattr(entry, key))} instead of {_shown(value)}"
                     for key, value in official.items()
-                    if getattr(entry, key) != value
+                    if key not in _OF_THE_USER and getattr(entry, key) != value
                 ]
         return found
 
@@ -270,6 +282,11 @@ def _without_options(entry: Mapping[str, Any], given: Any) -> dict[str, Any]:
     """The keys of an entry that apply beside those given: a running server has options of its own."""
     served = isinstance(given, Mapping) and cast("Mapping[str, Any]", given).get("url") not in (None, "auto")
     return {name: value for name, value in entry.items() if not served or name in RewardEntry.model_fields}
+
+
+def _shown(value: Any) -> str:
+    """The value of a key in a sentence."""
+    return one_line(json.dumps(value, ensure_ascii=False, default=str), most=60)
 
 
 def numbered(file: str, index: int) -> str:

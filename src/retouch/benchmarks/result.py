@@ -16,7 +16,7 @@ import retouch
 from retouch.benchmarks.base import Benchmark, ImageRow
 from retouch.errors import ConfigError
 from retouch.observe.statistics import bootstrap_intervals
-from retouch.rewards.foreign import one_line
+from retouch.rewards.foreign import CUT, one_line
 from retouch.types import Failure
 
 
@@ -145,13 +145,26 @@ def _departures(
     return found
 
 
+_VERSION = r"(?:[-_]\d{4}-?\d\d-?\d\d(?:_\d{6}-[0-9a-f]{8})?)?"
+"""A date after the name of a model, as OpenAI writes it, or mmdetection, with time and hash."""
+
+_FILE = r"(?:\.(?:pth|pt|py|safetensors)|/snapshots/\w+)?/?"
+"""End of the path of a model: of a file, or of a snapshot in the hub's cache."""
+
+
 def is_of(model: str, revision: str) -> bool:
-    """Whether a scorer's revision names a model, in any folder and any dated version; of a judge, whether every name
-    that its endpoint reported does."""
+    """Whether a scorer's revision names a model, in any folder and any dated version; of several servers, whether each
+    of their revisions does; of a judge, whether every name that its endpoint reported does."""
     last = re.escape(model.rpartition("/")[2])
-    named = re.compile(rf"(?:^|[\s/]){last}(?:[-_]\d{{4}}\S*)?(?=[\s,]|$)")
+    named = re.compile(rf"(?:^|[\s/]|--){last}{_VERSION}{_FILE}(?=[\s,]|$)", re.IGNORECASE)
+    return all(named.search(one) for server in revision.split(" | ") for one in _names(server))
+
+
+def _names(revision: str) -> list[str]:
+    """The names that the endpoint of a judge reported, without one that was cut; else the whole revision."""
     _, judged, served = revision.partition(" served as ")
-    return all(named.search(one) for one in (served.split(", ") if judged else [revision]))
+    names = served.split(", ") if judged else [revision]
+    return names[:-1] if len(names) > 1 and revision.endswith(CUT) else names
 
 
 def _intervals(

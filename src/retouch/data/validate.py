@@ -10,7 +10,7 @@ from retouch.config import load_run
 from retouch.config.needs import data_sections, needed_pictures
 from retouch.data.base import DataSection, ItemError, ItemFiles
 from retouch.data.checking import in_threads, progress
-from retouch.data.dataset import examine, repeated_ids
+from retouch.data.dataset import examine, listed_in, repeated_ids
 from retouch.data.discover import data_at
 from retouch.plain_text import printable
 
@@ -46,7 +46,7 @@ def validate(path: Path, size: tuple[int, int]) -> list[Finding]:
 
 def validate_section(section: str, data: DataSection, needs: Collection[str] = ()) -> list[Finding]:
     """Read every item of one section, whatever was read before."""
-    listed = data.items()
+    listed = listed_in(data, section)
     repeated = repeated_ids([item for item in listed if isinstance(item, ItemFiles)])
     twins = [isinstance(item, ItemFiles) and item.id in repeated for item in listed]  # none of them can be used
     findings_of = in_threads(lambda item: _finding(section, item, data, needs), listed)

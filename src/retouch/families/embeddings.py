@@ -90,10 +90,13 @@ class EmbeddingCache:
         found = self._read(self._path("reference", picture_key(picture).encode()))
         return None if found is None else found["vector"]
 
+    def has_reference(self, picture: Image) -> bool:
+        return self._path("reference", picture_key(picture).encode()).is_file()
+
     def add_reference(self, picture: Image, encode: Callable[[Sequence[Image]], Tensor]) -> None:
         """Store the vector of a reference that is not stored yet."""
-        path = self._path("reference", picture_key(picture).encode())
-        if not path.is_file():
+        if not self.has_reference(picture):
+            path = self._path("reference", picture_key(picture).encode())
             self._write(path, {"vector": encode([picture])[0]})
             self.added["references"] += 1
 
@@ -198,15 +201,17 @@ def require_prompts(model: Model, prompts: Iterable[str]) -> None:
         ConfigError: the cache does not exist, is stale, or has no entry for a prompt.
     """
     cache = open_cache(model)
-    if cache is None:
-        return
-    guidance = model.fixed_prompts if model.doubles_for_guidance else ()
-    lacking = [prompt for prompt in (*guidance, *prompts) if not cache.has_text(prompt)]
-    if lacking:
+    if cache is not None and (lacking := prompts_missing(cache, model, prompts)):
         raise ConfigError(
             f"model.embeddings: {cache.folder} lacks {len(lacking)} prompts of the run, {lacking[0]!r} among them; run "
             "`retouch data precompute` again: the data changed since"
         )
+
+
+def prompts_missing(cache: EmbeddingCache, model: Model, prompts: Iterable[str]) -> list[str]:
+    """Those of some prompts, and of the prompts that the model adds for guidance, that are not stored."""
+    guidance = model.fixed_prompts if model.doubles_for_guidance else ()
+    return [prompt for prompt in (*guidance, *prompts) if not cache.has_text(prompt)]
 
 
 def identity(model: Model) -> dict[str, Any]:

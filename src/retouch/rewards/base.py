@@ -288,13 +288,15 @@ Reward = Annotated[RewardEntry, Chosen(REWARDS, "scorer")]
 Options = TypeVar("Options", bound=RewardEntry)
 
 
-_OF_A_SCORER = re.compile(r"reward '[^']*': ")
+_OF_A_SCORER = re.compile(r"^reward '[^']*': ")
 
 
-def problem_of(name: str, error: ConfigError) -> str:
+def problem_of(name: str, scorer: object, error: ConfigError) -> str:
     """The message of a scorer that cannot be loaded, by the key of its reward: `rewards.NAME`, or of an option."""
-    told = _OF_A_SCORER.sub("", str(error), count=1) if _OF_A_SCORER.match(str(error)) else str(error)
-    return f"rewards.{name}.{told}" if re.match(r"[a-z][a-z0-9_]*: ", told) else f"rewards.{name}: {told}"
+    told = _OF_A_SCORER.sub("", str(error), count=1)
+    options = getattr(scorer, "options", None)
+    of_an_option = isinstance(options, RewardEntry) and told.partition(": ")[0] in options.own_options()
+    return f"rewards.{name}.{told}" if of_an_option else f"rewards.{name}: {told}"
 
 
 class PackageScorer(Generic[Options]):

@@ -26,6 +26,9 @@ MOST_TEXT, MOST_KEY = 10_000, 100
 MOST_KEYS, MOST_VALUES = 200, 10_000
 """Maximum number of keys of a detail, and of values in it at any depth."""
 
+CUT = " ..."
+"""End of a text that was cut."""
+
 _READ = 65536  # characters of which the secret is removed before the text is cut, or a part of it would remain
 
 
@@ -62,7 +65,7 @@ def one_line(text: str, secret: str | None = None, most: int = MOST_CHARACTERS) 
     characters and halves of surrogate pairs, without the secret, which a server may echo."""
     plain = "".join(c if c.isprintable() else " " for c in text[:_READ])
     plain = plain.replace(secret, "***") if secret else plain
-    return plain if len(plain) <= most else plain[: max(0, most - 4)] + " ..."
+    return plain if len(plain) <= most else plain[: max(0, most - len(CUT))] + CUT
 
 
 def plain_detail(detail: Mapping[str, Any], secret: str | None = None) -> dict[str, Any]:
@@ -105,7 +108,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def _plain_text(text: str, secret: str | None, most: int) -> str:
     text = text.replace(secret, "***") if secret else text
     text = _CONTROL.sub(" ", text)
-    return text if len(text) <= most else text[:most] + " ..."
+    return text if len(text) <= most else text[:most] + CUT
+
+
+CONNECT_S = 5.0
+"""Maximum seconds until a server accepts a connection: an address that drops packets is noticed early."""
 
 
 def fetch(client: httpx.Client, method: str, url: str, deadline: float, body: Mapping[str, Any] | None = None) -> Reply:
@@ -113,7 +120,7 @@ def fetch(client: httpx.Client, method: str, url: str, deadline: float, body: Ma
 
     Args:
         deadline: on the clock of `time.monotonic`, for the whole reply: a server that sends one byte per second does
-            not hold the caller.
+            not hold the caller. A connection is accepted within `CONNECT_S`.
 
     Raises:
         BrokenReply: compressed (a few bytes could become gigabytes), or longer.
@@ -123,7 +130,7 @@ def fetch(client: httpx.Client, method: str, url: str, deadline: float, body: Ma
     left = max(0.1, deadline - time.monotonic())
     until = time.monotonic() + left
     headers = {"Accept-Encoding": "identity"}
-    with client.stream(method, url, json=body, timeout=left, headers=headers) as response:
+    with client.stream(method, url, json=body, timeout=_timeout(left), headers=headers) as response:
         coding = response.headers.get("content-encoding", "identity")
         if coding.strip().lower() != "identity":
             raise BrokenReply(f"the reply is compressed ({coding[:20]}), which was not requested")
@@ -135,3 +142,9 @@ def fetch(client: httpx.Client, method: str, url: str, deadline: float, body: Ma
             if time.monotonic() > until:
                 raise TimeoutError(f"no whole reply within {left:.1f} s")
         return Reply(response.status_code, response.headers, bytes(received))
+
+
+def _timeout(seconds: float) -> httpx.Timeout:
+    import httpx
+
+    return httpx.Timeout(seconds, connect=min(seconds, CONNECT_S))

@@ -56,7 +56,7 @@ class LocalRewards:
             try:
                 scorer.load(self.device)
             except ConfigError as error:
-                raise ConfigError(problem_of(name, error)) from None
+                raise ConfigError(problem_of(name, scorer, error)) from None
 
     def _score(self, items: list[RewardItem]) -> dict[str, list[Outcome]]:
         return {name: CheckedScorer(scorer).score(items) for name, scorer in self.scorers.items()}

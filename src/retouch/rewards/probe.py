@@ -19,7 +19,7 @@ from retouch.imaging import open_image, read_mask, to_rgb
 from retouch.rewards.addresses import reward_token
 from retouch.rewards.client.client import RewardClient, percentile
 from retouch.rewards.client.endpoints import resolve_urls
-from retouch.rewards.client.status import readiness
+from retouch.rewards.client.status import Status, readiness
 from retouch.rewards.devices import numbered, require
 from retouch.rewards.protocol import CheckedScorer, RewardItem
 from retouch.rewards.scorers import make_scorer
@@ -108,26 +108,27 @@ def asking(
     with RewardClient(urls, [reward], token=reward_token()) as client:
         problems = client.wait_ready(wait_s, every_server=False) if wait_s else _unusable(urls)
         if problems:
-            raise ConfigError(
-                f"--url: {'; '.join(problems)}; start a server with `retouch reward serve {reward}`, or give --wait "
-                "SECONDS for one that is starting"
+            start = (
+                f"start a server with `retouch reward serve {reward}`, or give --wait SECONDS for one that is starting"
             )
+            if any(_asked(url).status == "failed" for url in urls):
+                start = "correct that, and start the server again"
+            raise ConfigError(f"--url: {'; '.join(problems)}; {start}")
         yield lambda items: client.score(items)[reward]
 
 
 def _unusable(urls: Sequence[str]) -> list[str]:
     """Problems of the servers if none of them can become ready; each is asked once."""
-    problems: list[str] = []
-    for url in urls:
-        try:
-            told = readiness(url, _ANSWER_S)
-        except httpx.RequestError as error:
-            problems.append(f"{url}: {type(error).__name__} {error}".strip())
-            continue
-        if told.status != "failed":
-            return []
-        problems.append(f"{url}: {told.problem}")
-    return problems
+    problems = [f"{url}: {told.problem}" if (told := _asked(url)).problem else "" for url in urls]
+    return problems if all(problems) else []
+
+
+def _asked(url: str) -> Status:
+    """The status of a server, with the problem of one that does not reply."""
+    try:
+        return readiness(url, _ANSWER_S)
+    except (httpx.RequestError, TimeoutError) as error:
+        return Status("unknown", f"{type(error).__name__} {error}".strip())
 
 
 def probe(ask: Ask, item: RewardItem, repeats: int, batch: int) -> dict[str, Any]:

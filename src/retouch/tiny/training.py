@@ -125,17 +125,21 @@ def empty_folder(out: Path) -> Iterator[None]:
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out: {out} is a file; choose another folder")
-    is_new = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with only_writer(out):
-            require_empty(out)
+        out.mkdir()
+        is_new = True
+    except FileExistsError:
+        is_new = False
+    with only_writer(out):  # another process may be there already, in a folder that this one made
+        require_empty(out)
+        try:
             yield
-    except BaseException:
-        if is_new:
-            with suppress(OSError):  # it holds files
-                out.rmdir()
-        raise
+        except BaseException:
+            if is_new:
+                with suppress(OSError):  # it holds files
+                    out.rmdir()
+            raise
 
 
 def require_empty(out: Path) -> None:

@@ -464,9 +464,8 @@ class Session:
             return
         if self._saved_at != self.progress.step:
             self.save(left())
-        reason, code = asked
-        self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": reason})
-        raise Stopped(f"{reason} at step {self.progress.step}; {CONTINUE}", code=code)
+        self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": asked.reason})
+        raise Stopped(asked.message(self.progress.step), code=asked.exit_code)
 
     def _blend(self) -> None:
         ema, t = self.config.ema, self.progress.updates

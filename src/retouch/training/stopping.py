@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,17 @@ def interrupt_on_signals() -> None:
     for number in (signal.SIGINT, *ENDING):
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, interrupt)
+
+
+class Stop(NamedTuple):
+    """A stop that was requested. `exit_code` is 0 where nothing is wrong; `continues`: no cause has to go first."""
+
+    reason: str
+    exit_code: int
+    continues: bool = True
+
+    def message(self, step: int) -> str:
+        return f"{self.reason} at step {step}{f'; {CONTINUE}' if self.continues else ''}"
 
 
 class StopRequests:
@@ -76,16 +88,15 @@ class StopRequests:
         """Whether this process got a signal; others may not have."""
         return self._signal is not None
 
-    def asked(self) -> tuple[str, int] | None:
-        """Reason and exit code, the same on every process; None to continue. Each request may have reached some
-        processes only."""
+    def asked(self) -> Stop | None:
+        """The same on every process; None to continue. Each request may have reached some processes only."""
         if self._any_rank(self._signal is not None):
-            return f"received {self._signal or 'a signal on another process'}", 3
+            return Stop(f"received {self._signal or 'a signal on another process'}", 3)
         if self._any_rank(self.alarm is not None):
-            return self.alarm or "an alarm on the first process", 3
+            return Stop(self.alarm or "an alarm on the first process", 3, continues=False)
         limit = self._max_minutes
         if limit is not None and self._any_rank(time.monotonic() - self._started > 60 * limit):
-            return f"training.max_minutes = {limit:g} reached", 0
+            return Stop(f"training.max_minutes = {limit:g} reached", 0)
         return None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -97,25 +97,26 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
             before = None
         if not isinstance(before, dict):
             raise ConfigError(f"--out: {record} is not the record of the images in {folder}; delete both")
-        known: dict[str, Any] = {
-            "benchmark": told.get("benchmark"),
-            **before,
-        }  # records of earlier versions have no name
-        if different := [name for name in told if known.get(name) != told[name]]:
+        known = {"benchmark": told.get("benchmark"), **cast("dict[str, Any]", before)}  # earlier versions had no name
+        if (difference := _difference({name: known.get(name) for name in told}, told)) is not None:
             raise ConfigError(
-                f"--out: {folder} holds images of {_difference(different[0], known.get(different[0]), told)}; give "
-                "another --out, or delete that folder and its .json"
+                f"--out: {folder} holds images of another {difference}; give another --out, or delete that folder and "
+                "its .json"
             )
 
 
-def _difference(name: str, was: object, told: Mapping[str, Any]) -> str:
-    """The key that differs, with both values: of a mapping, the first one."""
-    now = told[name]
-    if isinstance(was, dict) and isinstance(now, dict):
-        were, are = cast("dict[str, Any]", was), cast("dict[str, Any]", now)
-        names = [key for key in {**were, **are} if were.get(key) != are.get(key)]
-        name, was, now = f"{name}.{names[0]}", were.get(names[0]), are.get(names[0])
-    return f"another {name} ({str(was)[:80]}, now {str(now)[:80]})"
+def _difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first key that differs, with both values; None if none does. A key that one of them has not is null: another
+    version of this package wrote it."""
+    for key in {**was, **now}:
+        before, after = was.get(key), now.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            inner = _difference(cast("dict[str, Any]", before), cast("dict[str, Any]", after))
+            if inner is not None:
+                return f"{key}.{inner}"
+        elif before != after:
+            return f"{key} ({str(before)[:80]}, now {str(after)[:80]})"
+    return None
 
 
 def _recorded(record: Path, told: Mapping[str, Any], folder: Path, filled: bool) -> bool:
@@ -151,11 +152,11 @@ def sample_outputs(
     if config.algorithm.trains_text_encoder:
         _sample_completions(config, weights, section, missing, folder, benchmark)
         return
-    from retouch.use.loaded import Loaded, for_prompts, free_memory
+    from retouch.use.loaded import Loaded, for_items, free_memory
 
     free_memory()  # of the run before
     items = [output.item for output in outputs]
-    loaded = Loaded(for_prompts(config, [item.prompt for item in items]), embedded=all_embedded(items))
+    loaded = Loaded(for_items(config, items), embedded=all_embedded(items))
     for name, weights_folder in weights.items():
         loaded.load(weights_folder)
         for done, part in enumerate(missing[name]):

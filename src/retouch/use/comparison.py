@@ -60,9 +60,8 @@ def compare(
     dataset = _examples(config, data, reference)
     if out is not None:
         make_folder(out)
-    own = data is None and reference is None
     with _scoring(config.rewards, config.reward_client) as rewards:
-        results = _evaluated(config, {"base": None, **trained.weights}, dataset, images, data, rewards, own=own)
+        results = _evaluated(config, {"base": None, **trained.weights}, dataset, images, data, rewards)
     examples = dataset[: config.evaluation.num_examples]
     if out is not None:
         _write(results, examples, out, config)
@@ -106,14 +105,13 @@ def compare_runs(
         _require_same(first, datasets[first], other, datasets[other])
     if out is not None:
         make_folder(out)
-    own = data is None and reference is None
     results: dict[str, Evaluation] = {}
     with _scoring(entries, configs[first].reward_client) as rewards:
         for name, config in configs.items():
             base = {BASE: None} if not results and one_base(list(configs.values())) else {}
             weights = {**base, name: runs[name].newest}
             images = images or evaluation.images_per_example
-            results |= _evaluated(config, weights, datasets[name], images, data, rewards, own=own)
+            results |= _evaluated(config, weights, datasets[name], images, data, rewards)
     examples = datasets[first][: evaluation.num_examples]
     if out is not None:
         image = _write(results, examples, out, configs[first])
@@ -232,14 +230,8 @@ def _evaluated(
     images: int | None,
     data: Path | None,
     rewards: RewardTable,
-    *,
-    own: bool,
 ) -> dict[str, Evaluation]:
-    """The evaluation of each set of weights of one run; None is the base, which comes first.
-
-    Args:
-        own: the examples are the run's, with their own references.
-    """
+    """The evaluation of each set of weights of one run; None is the base, which comes first."""
     if config.algorithm.trains_text_encoder:
         from retouch.algorithms.vlm_grpo.use import evaluate_trained
 
@@ -247,12 +239,11 @@ def _evaluated(
     from retouch.observe import Stopwatch
     from retouch.training.build import fit_one_batch
     from retouch.training.evaluation import evaluate
-    from retouch.use.loaded import Loaded, for_prompts, free_memory
+    from retouch.use.loaded import Loaded, for_items, free_memory
 
     fit_one_batch(config, "--data" if data else "evaluation.data", dataset)
     free_memory()  # of the run before
-    config = config if own else for_prompts(config, dataset.prompts)
-    loaded = Loaded(config, embedded=all_embedded(dataset.items))
+    loaded = Loaded(for_items(config, dataset.items), embedded=all_embedded(dataset.items))
     found: dict[str, Evaluation] = {}
     for name, folder in weights.items():
         loaded.load(folder)

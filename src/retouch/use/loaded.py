@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,10 +14,13 @@ from retouch.adapters.initial_lora import require_initial_lora
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import RunConfig
+from retouch.data.base import ItemFiles
 from retouch.engine import Engine, Policy
-from retouch.errors import CheckpointError, ConfigError, first_line
-from retouch.families.embeddings import require_prompts
+from retouch.errors import CheckpointError
+from retouch.families.base import Model
+from retouch.families.embeddings import EmbeddingCache, open_cache, prompts_missing
 from retouch.families.loading import load_model
+from retouch.imaging import open_image, to_rgb
 from retouch.types import DiffusionModel
 
 logger = logging.getLogger(__name__)
@@ -72,25 +75,29 @@ class Loaded:
         self._is_base = False
 
 
-def for_prompts(config: RunConfig, prompts: Iterable[str] | None) -> RunConfig:
-    """The run for prompts and references that it need not have trained on: without `model.embeddings`, if one
-    may be missing there; then the encoders are loaded.
+def for_items(config: RunConfig, items: Iterable[ItemFiles]) -> RunConfig:
+    """The run for items that it need not have trained on: without `model.embeddings` if a prompt or a reference of them
+    is not stored there; then the encoders are loaded.
 
-    Args:
-        prompts: None: not known yet.
+    Raises:
+        ConfigError: the embeddings are not there, or stale.
     """
     model = config.model
-    if model.embeddings is None:
+    cache = open_cache(model)
+    missing = None if cache is None else _missing(cache, model, list(items))
+    if missing is None:
         return config
-    try:
-        require_prompts(model, prompts or ())
-        reason = "prompts are not known" if prompts is None else "references may be new"
-        if prompts is not None and model.reference_encoder is None:
-            return config
-    except ConfigError as error:
-        reason = first_line(error)
-    logger.info("loading the text encoders instead of model.embeddings: %s", reason)
+    logger.info("loading the text encoders: model.embeddings has %s", missing)
     return config.model_copy(update={"model": model.model_copy(update={"embeddings": None})})
+
+
+def _missing(cache: EmbeddingCache, model: Model, items: Sequence[ItemFiles]) -> str | None:
+    """The missing entries, in words; None if there are none."""
+    if prompts := prompts_missing(cache, model, dict.fromkeys(item.prompt for item in items)):
+        return f"no entry for {len(prompts)} prompts, {prompts[0]!r} among them"
+    paths = [item.reference_path for item in items if item.reference_path] if model.reference_encoder else []
+    new = next((path for path in paths if not cache.has_reference(to_rgb(open_image(path)))), None)
+    return None if new is None else f"no entry for the reference {new}"
 
 
 def free_memory() -> None:

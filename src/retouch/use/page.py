@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from retouch.config import RunConfig
 from retouch.config.needs import takes_references
+from retouch.data.base import ItemFiles
 from retouch.errors import ConfigError, RetouchError
 from retouch.use.items import SampleRequest, items_to_sample
-from retouch.use.loaded import Loaded, for_prompts
+from retouch.use.loaded import Loaded, for_items, free_memory
 from retouch.use.sampling import generate
 from retouch.use.trained import Trained
 
@@ -57,7 +59,8 @@ class Studio:
             )
         self.edits = trained.config.model.edits_whole_images
         self.trained = trained
-        self.loaded = Loaded(for_prompts(trained.config, None), keep_base=trained.newest is not None)
+        self._config = trained.config
+        self._loaded: Loaded | None = self._load(self._config)
 
     @property
     def takes_references(self) -> bool:
@@ -73,11 +76,25 @@ class Studio:
         if self.takes_references and asked.reference is None:
             raise ConfigError("choose a style reference")
         section, items = items_to_sample(self.trained.config, request)
+        loaded = self._for(items)
         images: list[Image.Image] = []
         for weights in [None] if self.trained.newest is None else [None, self.trained.newest]:
-            self.loaded.load(weights)
-            images += generate(self.loaded, items[0], section, request)
+            loaded.load(weights)
+            images += generate(loaded, items[0], section, request)
         return images
+
+    def _for(self, items: Sequence[ItemFiles]) -> Loaded:
+        """The model; with its encoders from the first item on that `model.embeddings` has no entry for."""
+        config = for_items(self._config, items)
+        if self._loaded is None or config is not self._config:
+            self._loaded = None
+            free_memory()
+            self._loaded = self._load(config)
+            self._config = config
+        return self._loaded
+
+    def _load(self, config: RunConfig) -> Loaded:
+        return Loaded(config, keep_base=self.trained.newest is not None)
 
 
 def serve(trained: Trained, port: int) -> None:

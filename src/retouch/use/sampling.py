@@ -24,7 +24,7 @@ from retouch.rollout.sampler import broken_rows, require_drawn, sample, to_uint8
 from retouch.training.scoring import without_strip
 from retouch.types import Condition, Example
 from retouch.use.items import SampleRequest, make_folder, mask_crop
-from retouch.use.loaded import Loaded, for_prompts
+from retouch.use.loaded import Loaded, for_items
 from retouch.use.trained import Trained
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def sample_to_folder(
     if trained.config.algorithm.trains_text_encoder:
         data = Dataset(section, items)
         return sample_trained(trained.config, data, trained.newest, request.seed, request.count, request.steps, free)
-    loaded = load(for_prompts(trained.config, [item.prompt for item in items]), embedded=all_embedded(items))
+    loaded = load(for_items(trained.config, items), embedded=all_embedded(items))
     _require_multiples(section.size, loaded.model.spec)
     loaded.load(trained.newest)
     written: list[Path] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from retouch.data.split import split
 from retouch.disk import write_whole
 from retouch.families import FAMILIES
 from retouch.families.base import TINY_SIZE_MULTIPLE
-from retouch.imaging import open_image
+from retouch.imaging import ImageProblem, open_image
 from retouch.registry import import_plugins_of_environment
 from retouch.texts import has_text
 
@@ -185,9 +186,13 @@ def _run_file(run: _Run, out: Path) -> str:
 
 
 def _tiny_size(run: _Run) -> str:
-    """Resolution for a tiny base: that of the first image, if it is of such a size, else what the base learned."""
+    """Resolution for a tiny base: that of the first image, if it can be read and is of such a size, else what the base
+    learned."""
     source = run.found.items[0].source_path
-    sides = () if source is None else open_image(source).size[::-1]
+    sides: tuple[int, ...] = ()
+    if source is not None:
+        with suppress(ImageProblem):  # `retouch data validate` names it
+            sides = open_image(source).size[::-1]
     if sides and all(side <= _TINY_SIDE and side % TINY_SIZE_MULTIPLE == 0 for side in sides):
         return str(list(sides))
     return "[32, 64]" if "mask" in FAMILIES[run.family].spec.needs else "32"

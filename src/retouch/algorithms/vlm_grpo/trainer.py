@@ -34,7 +34,7 @@ from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import of_all
 from retouch.training.evaluation import Moment, record_evaluation
 from retouch.training.scoring import RewardOutage, raise_together
-from retouch.training.stopping import CONTINUE, StopRequests
+from retouch.training.stopping import CONTINUE, Stop, StopRequests
 from retouch.types import Diverged, Stopped
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class RunTrainer(GRPOTrainer):
         self.run = run
         self.scorer = CompletionScorer(run)
         self.owes_evaluation = True
-        self.stopping: tuple[str, int] | None = None
+        self.stopping: Stop | None = None
         self.scoring = False
         self.stops = StopRequests(run.config.training.max_minutes, self.any_rank, "the end of this cycle")
         self._before: Mapping[str, Any] = {}
@@ -265,9 +265,8 @@ class RunTrainer(GRPOTrainer):
             Stopped: a stop was requested before the last step.
         """
         if self.stopping is not None:
-            reason, code = self.stopping
-            self._end("stopped", reason=reason)
-            raise Stopped(f"{reason} at step {self.state.global_step}; {CONTINUE}", code=code)
+            self._end("stopped", reason=self.stopping.reason)
+            raise Stopped(self.stopping.message(self.state.global_step), code=self.stopping.exit_code)
         self.save(pinned=True)
         self.evaluate_now("end")
         self._end("finished")

@@ -28,8 +28,9 @@ from retouch.rewards.addresses import base_url, usable_token
 from retouch.rewards.client.balance import BREAKER_FAILURES, Balancer, RetryBudget, Server
 from retouch.rewards.client.cache import ScoreCache, cache_key
 from retouch.rewards.client.config import RewardClientConfig
-from retouch.rewards.client.exchange import CONNECT_S, Columns, Exchange, Refusal
+from retouch.rewards.client.exchange import Columns, Exchange, Refusal
 from retouch.rewards.client.revisions import Revisions
+from retouch.rewards.foreign import CONNECT_S
 from retouch.rewards.protocol import RewardItem, malformed
 from retouch.types import Failure, Outcome
 

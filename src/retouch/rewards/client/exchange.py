@@ -20,15 +20,14 @@ import httpx
 
 from retouch import plain_json
 from retouch.rewards.addresses import is_local, retry_after_s
-from retouch.rewards.foreign import no_cookies, one_line, plain_detail
+from retouch.rewards.client.status import status_of
+from retouch.rewards.foreign import CONNECT_S, no_cookies, one_line, plain_detail
 from retouch.rewards.messages import ScoreReply, WireScore
 from retouch.rewards.protocol import RewardItem, within
 from retouch.rewards.wire import BrokenMessage, encode_request, parse_reply
 from retouch.types import Failure, Outcome, Score
 
 logger = logging.getLogger(__name__)
-
-CONNECT_S = 5.0
 
 MAX_REPLY = 32 * 1024 * 1024
 """Maximum bytes of a reply: 4,096 items with 8 KB of detail each."""
@@ -136,7 +135,7 @@ class Exchange:
                 limits = httpx.Timeout(timeout_s)
                 status, _, body = await self._fetch("GET", url, "/readyz", _MAX_STATUS, limits)
                 if status != 200:
-                    final = status in (401, 403) or _json_object(body).get("status") == "failed"
+                    final = status in (401, 403) or status_of(body, self._token).status == "failed"
                     return NotReady(f"{url}: not ready (HTTP {status}): {self._clean(_text(body))}", final)
                 info = _json_object((await self._fetch("GET", url, "/info", _MAX_STATUS, limits))[2])
         except TimeoutError:

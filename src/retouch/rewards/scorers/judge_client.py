@@ -149,9 +149,9 @@ class JudgeClient:
         timeout_s: deadline of one question, retries included.
 
     Attributes:
-        unreachable_s: seconds of a question after which an address that refuses connections is given up; none is by
+        unreachable_s: seconds of a question after which an address that accepts no connections is given up; none is by
             default, because a judge may be started again.
-        is_away: the last attempt found an address that refuses connections.
+        is_away: the last attempt found an address that accepts no connections.
 
     Raises:
         ValueError: an address that cannot be used.
@@ -174,7 +174,7 @@ class JudgeClient:
         self.unreachable_s = math.inf
         self.is_away = False
         self._served: set[str] = set()
-        self._served_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._requests = shared_bucket(self.address, "requests", requests_per_minute)
         self._tokens = shared_bucket(self.address, "tokens", tokens_per_minute)
         self._key = os.environ.get(KEY_VARIABLE, "").strip()
@@ -188,7 +188,7 @@ class JudgeClient:
     @property
     def served(self) -> str:
         """Every name of the model in the endpoint's replies; "" before the first reply."""
-        with self._served_lock:
+        with self._lock:
             return ", ".join(sorted(self._served))
 
     def ask(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
@@ -249,7 +249,9 @@ class JudgeClient:
                 raise JudgeError(f"{self.address}: {error}") from None
             except (httpx.RequestError, TimeoutError) as error:
                 problem = self._redacted(f"{self.address}: {type(error).__name__} {error}")
-                if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                if not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                    self.is_away = False
+                else:
                     self._note_away(problem, deadline)
                     if time.monotonic() - started > self.unreachable_s:
                         break
@@ -270,11 +272,13 @@ class JudgeClient:
         raise JudgeError(problem, retryable=True)
 
     def _note_away(self, problem: str, deadline: float) -> None:
-        """Warn once of an address that refuses connections, until it answers again."""
-        if not self.is_away:
+        """Warn once of an address that accepts no connections, until it accepts one again; questions are asked from
+        several threads."""
+        with self._lock:
+            known, self.is_away = self.is_away, True
+        if not known:
             left = min(self.unreachable_s, max(0.0, deadline - time.monotonic()))
             logger.warning("the judge cannot be reached: %s; trying again for up to %.0f s", problem, left)
-        self.is_away = True
 
     def _wait_turn(self, deadline: float) -> None:
         taken = [(b, n) for b, n in ((self._requests, 1), (self._tokens, _TOKENS_OF_IMAGE)) if b is not None]
@@ -300,7 +304,7 @@ class JudgeClient:
             raise JudgeError(self._redacted(f"{self.address}: not a chat completion: {reply.start()}")) from None
 
     def _note_served(self, name: str) -> None:
-        with self._served_lock:
+        with self._lock:
             if not name or name in self._served or len(self._served) == _MOST_SERVED:
                 return
             before = ", ".join(sorted(self._served))

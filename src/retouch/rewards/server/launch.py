@@ -26,7 +26,7 @@ from retouch.config.errors import nearest
 from retouch.errors import ConfigError
 from retouch.rewards.addresses import LOOPBACK, TOKEN_VARIABLE, name_of, reward_token
 from retouch.rewards.client.endpoints import read_endpoints, write_endpoints
-from retouch.rewards.client.status import readiness
+from retouch.rewards.client.status import Status, readiness
 from retouch.rewards.devices import CPU, require, serve_argument
 from retouch.rewards.scorers import make_scorer
 
@@ -37,6 +37,7 @@ _EARLY_S = 5.0  # a front that ends sooner than this after its start may never b
 _EARLY_DEATHS = 5
 _DRAIN_S = 40.0
 _STATUS_S = 1.0
+_ASK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,10 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
             read_endpoints(options.endpoints)
         except ValueError as error:
             raise ConfigError(f"--endpoints: {error}; give another file") from None
-    require([device if device == "cpu" else f"cuda:{device}" for device in options.devices], _given(options.devices))
+    if importlib.util.find_spec("torch") is not None:  # a scorer without torch may count GPUs itself
+        require(
+            [device if device == "cpu" else f"cuda:{device}" for device in options.devices], _given(options.devices)
+        )
     for name, given in scorers.items():  # report wrong options here, once
         make_scorer(str(given.get("scorer", name)), {k: v for k, v in given.items() if k != "scorer"})
     places = [device for device in options.devices for _ in range(options.replicas)]
@@ -129,15 +133,23 @@ def _given(devices: Sequence[str]) -> str:
 
 
 class Instance:
-    """A front process, and its port, which stays bound while the process is restarted: clients wait meanwhile."""
+    """A front process, and its port, which stays bound while the process is restarted: clients wait meanwhile.
+
+    Attributes:
+        local_url: where this machine reaches it.
+        status: "ready" or "failed", of this process, once it is known.
+    """
 
     def __init__(self, listener: socket.socket, host: str, device: str, log: Path | None) -> None:
         self.listener = listener
         self.device = device
         self.log = log
-        self.url = f"http://{name_of(host)}:{listener.getsockname()[1]}"
+        port = listener.getsockname()[1]
+        self.url = f"http://{name_of(host)}:{port}"
+        self.local_url = f"http://{_reachable_here(host)}:{port}"
         self.process: subprocess.Popen[bytes] | None = None
         self.early_deaths = 0
+        self.status: Status | None = None
         self._started = 0.0
 
     def entry(self) -> dict[str, Any]:
@@ -167,7 +179,18 @@ class Instance:
         with suppress(BrokenPipeError):  # it died already, which the supervisor notices
             self.process.stdin.write(json.dumps(line).encode() + b"\n")
             self.process.stdin.flush()
+        self.status = None
         self._started = time.monotonic()
+
+    def ask(self) -> None:
+        """Set `status`, once the front reports it."""
+        process = self.process
+        try:
+            told = readiness(self.local_url, _STATUS_S, direct=True)
+        except (httpx.RequestError, TimeoutError):  # it is being started
+            return
+        if told.status in ("ready", "failed") and process is self.process:
+            self.status = told
 
     def died(self) -> bool:
         """Whether the front has ended; counts consecutive deaths soon after the start."""
@@ -188,8 +211,7 @@ class Supervisor:
         self.instances = instances
         self.settings = settings
         self._stop = threading.Event()
-        self._loading = list(instances) if watch_loading else []
-        self._problems: list[str] = []
+        self._watch_loading = watch_loading
 
     def start(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -201,13 +223,14 @@ class Supervisor:
         """Raises:
         ConfigError: an instance that repeatedly ends as soon as it is started, or no instance can load its scorers.
         """
+        if self._watch_loading:  # in a thread: a server that is being started does not reply, and may take its time
+            threading.Thread(target=self._ask, daemon=True, name="loading-watch").start()
         try:
             while not self._stop.wait(_WATCH_S):
                 for one in self.instances:
                     if one.died():
                         self._again(one)
-                for one in list(self._loading):
-                    self._look_at(one)
+                self._require_one_loads()
         finally:
             self._end()
 
@@ -221,23 +244,28 @@ class Supervisor:
         logger.error("the server on %s ended (exit code %s); it is restarted", one.url, code)
         one.start(self.settings)
 
-    def _look_at(self, one: Instance) -> None:
-        """Log that an instance is ready or failed, once."""
-        try:
-            told = readiness(one.url, _STATUS_S)
-        except httpx.RequestError:  # it is being started
-            return
-        if told.status not in ("ready", "failed"):
-            return
-        self._loading.remove(one)
-        if told.status == "ready":
-            logger.info("ready: %s", one.url)
-            return
-        self._problems.append(told.problem)
-        if len(self._problems) == len(self.instances):
-            log = "" if one.log is None else f"; the log is {one.log}"
-            raise ConfigError(f"the scorers cannot be loaded: {told.problem}{log}")
-        logger.error("%s cannot load its scorers: %s", one.url, told.problem)
+    def _ask(self) -> None:
+        """Log that an instance is ready or failed, once for each of its starts."""
+        while not self._stop.wait(_ASK_S):
+            for one in self.instances:
+                if one.status is None:
+                    one.ask()
+                    if one.status == ("ready", ""):
+                        logger.info("ready: %s", one.url)
+                    elif one.status is not None and len(self._problems()) < len(self.instances):
+                        logger.error("%s cannot load its scorers: %s", one.url, one.status.problem)
+
+    def _problems(self) -> list[str]:
+        """Why scorers failed to load, one for each instance where they did."""
+        return [one.status.problem for one in self.instances if one.status and one.status.status == "failed"]
+
+    def _require_one_loads(self) -> None:
+        problems = self._problems()
+        if len(problems) == len(self.instances):
+            log = self.instances[0].log
+            raise ConfigError(
+                f"the scorers cannot be loaded: {problems[0]}{'' if log is None else f'; the log is {log}'}"
+            )
 
     def _end(self) -> None:
         for one in self.instances:
@@ -265,6 +293,12 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from None
     listener.listen(2048)
     return listener
+
+
+def _reachable_here(host: str) -> str:
+    """Host of a listening address in a URL of this machine."""
+    every = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+    return every.get(host) or name_of(host)
 
 
 def _log_file(options: ServeOptions, listener: socket.socket) -> Path | None:

@@ -39,7 +39,7 @@ def load_all(scorers: Mapping[str, Scorer], device: str) -> None:
         try:
             scorer.load(device)
         except ConfigError as error:
-            raise ConfigError(problem_of(name, error)) from None
+            raise ConfigError(problem_of(name, scorer, error)) from None
         options = getattr(scorer, "options", None)
         place = "cpu" if getattr(options, "cpu_only", None) else device
         logger.info("%s loaded on %s in %.1f s", name, place, time.monotonic() - started)
