@@ -231,6 +231,20 @@ def test_images_without_a_record_are_of_unknown_weights(tmp_path: Path) -> None:
         claim(tmp_path / "base", ABOUT)
 
 
+def test_a_record_of_another_version_has_other_keys(tmp_path: Path) -> None:
+    """A key that it has not is null; a value that differs is named with its place."""
+    with_keys = {"model": {"path": "a", "new": None, "train": {"kind": "full"}}, "sampling": {"num_steps": 1}}
+    claim(tmp_path / "base", {**ABOUT, "model": {"path": "a", "old": None, "train": {"kind": "full", "old": None}}})
+    claim(tmp_path / "base", with_keys)
+    for changed, message in (
+        ({"path": "a", "new": None, "train": {"kind": "lora"}}, r"another model\.train\.kind \(full, now lora\)"),
+        ({"path": "a", "train": {"kind": "full", "rank": 4}}, r"another model\.train\.rank \(None, now 4\)"),
+        (None, r"another model \(.*, now None\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            claim(tmp_path / "base", {**with_keys, "model": changed})
+
+
 @pytest.mark.parametrize("put", [os.mkfifo, Path.mkdir, lambda p: p.symlink_to(p)], ids=["pipe", "folder", "loop"])
 def test_what_is_no_file_in_place_of_a_record(tmp_path: Path, put: Callable[[Path], Any]) -> None:
     put(tmp_path / "base.json")

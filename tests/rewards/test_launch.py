@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import logging
 import os
@@ -31,7 +32,7 @@ from retouch.rewards.client.endpoints import (
 )
 from retouch.rewards.client.status import Status
 from retouch.rewards.devices import gpu_count
-from retouch.rewards.server.launch import Instance, LocalServer, Supervisor, requested
+from retouch.rewards.server.launch import Instance, LocalServer, ServeOptions, Supervisor, requested, serve
 from retouch.tiny.signs import draw_sign
 from tests.command_line import retouch
 from tests.rewards.fakes import Brightness, closed_port, free_port, get, item, serving, until
@@ -221,6 +222,16 @@ def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     outcome = retouch("reward", "serve", "ocr", "--devices", "0", "--endpoints", tmp_path / "e.json")
     assert outcome.code == 2
     assert outcome.err.startswith("error: --devices: given 0, but this machine has no GPU; set a device that it has")
+
+
+def test_gpus_are_not_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plug-in's scorer may compute without it; the server then fails later, here at its port."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else found(name))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = ServeOptions(port=taken.getsockname()[1], devices=["9"])
+        with pytest.raises(ConfigError, match="^--port: cannot listen"):
+            serve({"preservation": {}}, options)
 
 
 def test_a_server_tells_when_it_is_ready(tmp_path: Path) -> None:
