@@ -230,7 +230,7 @@ def test_gpus_are_not_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else found(name))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = ServeOptions(port=taken.getsockname()[1], devices=["9"])
-        with pytest.raises(ConfigError, match="^--port: cannot listen"):
+        with pytest.raises(ConfigError, match=r"^--port: cannot listen"):
             serve({"preservation": {}}, options)
 
 
