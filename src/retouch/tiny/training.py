@@ -131,6 +131,8 @@ def empty_folder(out: Path) -> Iterator[None]:
         is_new = True
     except FileExistsError:
         is_new = False
+        if not out.is_dir():  # a link to nowhere
+            raise
     with only_writer(out):  # another process may be there already, in a folder that this one made
         require_empty(out)
         try:
