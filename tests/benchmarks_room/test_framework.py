@@ -21,6 +21,7 @@ from retouch.benchmarks.result import Column, benchmark_table, is_of, result_of
 from retouch.config import ConfigError
 from retouch.data.base import ItemFiles
 from retouch.observe.statistics import bootstrap_intervals
+from retouch.rewards.client.revisions import Revisions
 from retouch.rewards.scorers.ocr import OcrReward
 from retouch.types import Failure, Outcome, Score
 
@@ -282,9 +283,8 @@ JUDGED = "viescore gpt-4.1 served as {} 0a1b"
         ("mask2former_swin-s_coco", "strict mask2former_swin-s_coco_panoptic.pth ab, clip cd", False),
         ("gpt-4.1", " | ".join([JUDGED.format("gpt-4.1")] * 2), True),
         ("gpt-4.1", f"{JUDGED.format('gpt-4.1')} | {JUDGED.format('qwen')}", False),
-        ("gpt-4.1", "viescore gpt-4.1 served as gpt-4.1-2025-04-14 fp_1, gpt-4.1-20 ...", True),
-        ("gpt-4.1", "viescore gpt-4.1 served as qwen, gpt-4.1-20 ...", False),
-        ("gpt-4.1", "viescore gpt-4.1 served as qw ...", False),
+        ("openai/clip-vit-large-patch14", "clip /m/mine local as openai/clip-vit-large-patch14", False),
+        ("openai/clip-vit-large-patch14", "clip /m/clip-vit-large-patch14 ab as /m/other", True),
         ("gpt-4.1", JUDGED.format("gpt-4.1-2025-mini"), False),
         ("Qwen/Qwen2.5-VL-7B-Instruct", "longtext x served as /models/qwen2.5-vl-7b-instruct/ ab", True),
         ("Qwen/Qwen2.5-VL-7B-Instruct", "x served as /hub/models--Qwen--Qwen2.5-VL-7B-Instruct/snapshots/0a1 ab", True),
@@ -294,6 +294,33 @@ JUDGED = "viescore gpt-4.1 served as {} 0a1b"
 )
 def test_a_revision_names_its_model(model: str, revision: str, names: bool) -> None:
     assert is_of(model, revision) is names
+
+
+@pytest.mark.parametrize("digits", [8, 9, 10, 11, 12, 13, 14, 15])
+def test_the_revision_of_a_judge_on_a_server(digits: int) -> None:
+    """Many fingerprints of one model are of that model; behind a cut, another name may be hidden."""
+    names = [f"gpt-4.1-2025-04-14 fp_{i:0{digits}d}" for i in range(40)]
+    for shown, comparable in ((names[:8], True), ([*names, "qwen"], False)):
+        revisions = Revisions(["viescore"])
+        revisions.note("http://a", "viescore", JUDGED.format(", ".join(shown)))
+        assert is_of("gpt-4.1", revisions.told("viescore")) is comparable
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards", "departures"),
+    [
+        ("geneval", {"geneval": {"color_model": "/models/CLIP-ViT-large-patch14/"}}, []),
+        ("geneval", {"geneval": {"color_model": "clip-vit-base"}},
+         ['rewards.geneval.color_model is "clip-vit-base" instead of "openai/clip-vit-large-patch14"']),
+        ("geneval", {"geneval": {"value": "soft"}}, ['rewards.geneval.value is "soft" instead of "strict"']),
+        ("geneval", {"geneval": {"box_margin": 0.1, "gate_floor": -1.0, "weight": 3}}, []),
+        ("longtext", {"longtext": {"language": "zh", "concurrency": 1, "model": "x"}},
+         ['rewards.longtext.language is "zh" instead of "en"']),
+    ],
+)  # fmt: skip
+def test_keys_of_own_rewards_that_compare(name: str, rewards: dict[str, Any], departures: list[str]) -> None:
+    given = BENCHMARKS[name].model_validate({"name": name, "path": "x", "rewards": rewards})
+    assert given.departures() == departures
 
 
 @pytest.mark.parametrize(

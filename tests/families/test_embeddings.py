@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from retouch.config import ConfigError, RunConfig, parse_run
-from retouch.data.dataset import load_dataset
+from retouch.data.dataset import load_dataset, read_item
 from retouch.errors import RetouchError
 from retouch.families.embeddings import (
     EmbeddingCache,
@@ -101,14 +101,14 @@ def test_sampling_takes_prompts_that_are_not_stored(
     config = parse_run(run)
     items = load_dataset(config.data, "data", ()).items
     stored = [item.prompt for item in items]
-    assert for_items(config, items) is config
-    caplog.set_level("INFO")
-    changed = for_items(config, [*items, replace(items[0], prompt="a new prompt")])
+    assert for_items(config, items, config.data) is config
+    changed = for_items(config, [*items, replace(items[0], id=99, prompt="a new prompt")], config.data)
     assert changed.model.embeddings is None
-    assert "loading the text encoders: model.embeddings has no entry for 1 prompts, 'a new prompt'" in caplog.text
+    told = "loading the encoders instead of model.embeddings: "
+    assert f"{told}no entry for 1 prompts, 'a new prompt' among them" in caplog.text
     elsewhere = config.model.model_copy(update={"embeddings": str(tmp_path / "nowhere")})
-    with pytest.raises(ConfigError, match="nowhere holds no embeddings"):
-        for_items(config.model_copy(update={"model": elsewhere}), items)
+    moved = for_items(config.model_copy(update={"model": elsewhere}), items, config.data)
+    assert moved.model.embeddings is None and f"{told}{tmp_path}/nowhere holds no embeddings" in caplog.text
     (tmp_path / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
     source = sorted(signs.rglob("*_source.png"))[0]
     mask = source.with_name(source.name.replace("_source", "_mask"))
@@ -159,9 +159,16 @@ def test_references_need_no_image_encoder(signs: Path, tmp_path: Path) -> None:
     expected = load_model(config.model).encode(examples, 1.0).tensors["reference"]
     assert precompute(config, tmp_path / "cache")["references"] >= 2
     config = config.model_copy(update={"model": kept})
-    assert for_items(config, data.items) is config
-    other = replace(data.items[0], reference_path=data.items[0].source_path)
-    assert for_items(config, [data.items[0], other]).model.embeddings is None
+    assert for_items(config, data.items, config.data) is config
+    other = replace(data.items[0], id=99, reference_path=data.items[0].source_path)
+    assert for_items(config, [data.items[0], other], config.data).model.embeddings is None
+    Image.effect_noise((64, 32), 50).convert("RGB").save(tmp_path / "noise.png")
+    cut = replace(other, reference_path=tmp_path / "noise.png", reference_mask_path=other.mask_path)
+    part = read_item(cut, config.data)[0].reference  # a part of the file is read, and looked for
+    assert part is not None and part.size != (64, 32)
+    assert for_items(config, [data.items[0], cut], config.data).model.embeddings is None
+    EmbeddingCache(tmp_path / "cache", kept).add_reference(part, lambda images: torch.zeros(1, 8))
+    assert for_items(config, [data.items[0], cut], config.data) is config
     shutil.rmtree(encoder)
     stored = load_model(kept)
     assert torch.equal(stored.encode(examples, 1.0).tensors["reference"], expected)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from retouch.rewards.client.endpoints import (
     resolve_urls,
     write_endpoints,
 )
-from retouch.rewards.client.status import Status
+from retouch.rewards.client.status import Status, readiness
 from retouch.rewards.devices import gpu_count
 from retouch.rewards.server.launch import Instance, LocalServer, ServeOptions, Supervisor, requested, serve
 from retouch.tiny.signs import draw_sign
@@ -245,6 +246,27 @@ def test_a_server_tells_when_it_is_ready(tmp_path: Path) -> None:
         until(lambda: any(f"ready: {one.url}" in line for line in list(lines)), START_S)
 
 
+def test_the_address_of_another_network_card_is_asked_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failed(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(503)
+            self.end_headers()
+            self.wfile.write(b'{"status": "failed", "problem": "no weights"}')
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    proxy = f"http://127.0.0.1:{closed_port()}"
+    for name, value in {"HTTP_PROXY": proxy, "http_proxy": proxy, "NO_PROXY": "", "no_proxy": ""}.items():
+        monkeypatch.setenv(name, value)
+    with ThreadingHTTPServer(("127.0.0.2", 0), Failed) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.2:{server.server_address[1]}"
+        assert readiness(url, 5.0, direct=True) == Status("failed", "no weights")
+        with pytest.raises(httpx.ConnectError):
+            readiness(url, 5.0)
+        server.shutdown()
+
+
 def test_the_server_ends_where_no_instance_loads_its_scorers() -> None:
     """One that was started again may load them."""
     with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
@@ -358,7 +380,7 @@ def test_a_server_whose_scorers_failed_is_not_waited_for(sign: Mapping[str, Path
         assert time.monotonic() - started < 10  # a request alone has 60 s
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
     assert outcome.err.startswith(f"error: --url: {url}: ") and "rewards.ocr: path: no weights" in outcome.err
-    assert outcome.err.endswith("; correct that, and start the server again\n")
+    assert "path: no weights (correct that first); start a server with `retouch reward serve ocr`" in outcome.err
 
 
 @pytest.mark.parametrize(

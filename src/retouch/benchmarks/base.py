@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from retouch.config.base import Count, ImageCount, NonNegative, Section, Text
 from retouch.config.load import overlaid, with_variables
 from retouch.data.base import DataSection, ItemFiles
-from retouch.rewards.base import Reward, RewardEntry
+from retouch.rewards.base import UNSCORED, Reward, RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.foreign import one_line
 from retouch.types import Outcome, Score
@@ -27,16 +27,20 @@ from retouch.types import Outcome, Score
 _AS_SAVED = {"paste_back": False}
 """Keys of every entry: an output is scored as it was saved, which `Benchmark.composites` decides."""
 
-_PLACES = {"url", "device", "address", "detector_url", "path", "model", "image_encoder", "detector", "prompts"}
-_PACE = {"concurrency", "requests_per_minute", "tokens_per_minute", "timeout_s", "threads", "images_per_forward"}
-_BUDGET = {"budget_requests", "budget_tokens", "budget_dollars", "price_in", "price_out"}
-_TRAINING = {"scorer", "weight", "gradient_weight", "role", "transform", "min_group_std"}
-_CLOSER = {"engine", "wording", "readability", "segmenter", "reader"}
+_PLACES = {"address", "detector_url", "path", "model", "image_encoder", "detector", "prompts"}
+_CLOSER = {"engine", "wording", "readability", "reader"}
 
-_OF_THE_USER = frozenset(_PLACES | _PACE | _BUDGET | _TRAINING | _CLOSER)
-"""Keys of a reward that do not make the measures of a benchmark others: places, and models, which the revision of the
-reward names; pace and budget; keys of training; and choices that bring the reward closer to the official one, which
-`departures` of the benchmark name."""
+_NOT_COMPARED = frozenset({*UNSCORED, "scorer", *_PLACES, *_CLOSER})
+"""Keys of a reward that are not compared with the official ones: those that change no score; places and models, which
+the revision of the reward names; and those that bring the reward closer to the official one, on which `caveats` and
+`departures` of the benchmark report."""
+
+_MODELS = ("processor", "color_model")
+"""Keys for a model that the revision does not always name: their last path component is compared."""
+
+_IDLE = {"box_margin": "crop", "box_min_side": "crop", "gate_threshold": "gated_by", "gate_floor": "gated_by"}
+"""Keys that are read only beside another one."""
+
 
 JUDGE: Mapping[str, Any] = {"address": "${JUDGE_URL:-https://api.openai.com/v1}"}
 """Keys of a judge's entry: the endpoint that the environment names."""
@@ -212,15 +216,18 @@ class Benchmark(Section):
                 continue
             if entry.scorer != (scorer := keys.get("scorer", name)):
                 found.append(f"rewards.{name} is {entry.scorer} instead of {scorer}")
-            elif entry.url in (None, "auto"):
-                official = {key: of.get_default(call_default_factory=True) for key, of in entry.model_fields.items()}
-                official |= {**_AS_SAVED, **keys}
+            elif entry.is_made_here:
                 found += [
                     f"rewards.{name}.{key} is {_shown(getattr(entry, key))} instead of {_shown(value)}"
-                    for key, value in official.items()
-                    if key not in _OF_THE_USER and getattr(entry, key) != value
+                    for key, value in _compared(entry, keys).items()
+                    if not self._is_official(name, key, getattr(entry, key), value)
                 ]
         return found
+
+    def _is_official(self, name: str, key: str, given: Any, official: Any) -> bool:
+        if key not in _MODELS or not isinstance(given, str):
+            return given == official
+        return _last(given) in (_last(official), _last(self.official.scorers.get(name, "")))
 
     def official_items(self) -> int | None:
         """Number of items of the whole data set with these options; None: not known."""
@@ -282,6 +289,27 @@ def _without_options(entry: Mapping[str, Any], given: Any) -> dict[str, Any]:
     """The keys of an entry that apply beside those given: a running server has options of its own."""
     served = isinstance(given, Mapping) and cast("Mapping[str, Any]", given).get("url") not in (None, "auto")
     return {name: value for name, value in entry.items() if not served or name in RewardEntry.model_fields}
+
+
+def _compared(entry: RewardEntry, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The official value of every key of an entry that changes its scores.
+
+    Args:
+        keys: the official ones; the others have their defaults.
+    """
+    fields = {k: of for k, of in type(entry).model_fields.items() if k not in _NOT_COMPARED and not of.is_required()}
+    official = {key: of.get_default(call_default_factory=True) for key, of in fields.items()}
+    official |= {key: value for key, value in {**_AS_SAVED, **keys}.items() if key not in _NOT_COMPARED}
+    return {
+        key: value
+        for key, value in official.items()
+        if key not in _IDLE or getattr(entry, _IDLE[key]) != entry.model_fields[_IDLE[key]].default
+    }
+
+
+def _last(path: str) -> str:
+    """The last component of a path, in lower case."""
+    return path.rstrip("/").rpartition("/")[2].lower()
 
 
 def _shown(value: Any) -> str:

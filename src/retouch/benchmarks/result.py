@@ -16,7 +16,8 @@ import retouch
 from retouch.benchmarks.base import Benchmark, ImageRow
 from retouch.errors import ConfigError
 from retouch.observe.statistics import bootstrap_intervals
-from retouch.rewards.foreign import CUT, one_line
+from retouch.rewards.client.revisions import is_cut
+from retouch.rewards.foreign import one_line
 from retouch.types import Failure
 
 
@@ -154,17 +155,18 @@ _FILE = r"(?:\.(?:pth|pt|py|safetensors)|/snapshots/\w+)?/?"
 
 def is_of(model: str, revision: str) -> bool:
     """Whether a scorer's revision names a model, in any folder and any dated version; of several servers, whether each
-    of their revisions does; of a judge, whether every name that its endpoint reported does."""
+    of their revisions does; of a judge, whether every name that its endpoint reported does. A revision that was cut may
+    hide other names."""
     last = re.escape(model.rpartition("/")[2])
     named = re.compile(rf"(?:^|[\s/]|--){last}{_VERSION}{_FILE}(?=[\s,]|$)", re.IGNORECASE)
-    return all(named.search(one) for server in revision.split(" | ") for one in _names(server))
+    servers = revision.split(" | ")
+    return not any(map(is_cut, servers)) and all(named.search(one) for server in servers for one in _names(server))
 
 
 def _names(revision: str) -> list[str]:
-    """The names that the endpoint of a judge reported, without one that was cut; else the whole revision."""
+    """The names that the endpoint of a judge reported; else the whole revision, without its processor."""
     _, judged, served = revision.partition(" served as ")
-    names = served.split(", ") if judged else [revision]
-    return names[:-1] if len(names) > 1 and revision.endswith(CUT) else names
+    return served.split(", ") if judged else [revision.partition(" as ")[0]]
 
 
 def _intervals(

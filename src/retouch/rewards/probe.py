@@ -106,21 +106,21 @@ def asking(
         raise ConfigError(f"{given}: given beside --url, but the server has its own; start it with them, or drop --url")
     urls = resolve_urls(url, reward)
     with RewardClient(urls, [reward], token=reward_token()) as client:
-        problems = client.wait_ready(wait_s, every_server=False) if wait_s else _unusable(urls)
-        if problems:
-            start = (
-                f"start a server with `retouch reward serve {reward}`, or give --wait SECONDS for one that is starting"
+        if problems := client.wait_ready(wait_s, every_server=False) if wait_s else _unusable(urls):
+            raise ConfigError(
+                f"--url: {'; '.join(problems)}; start a server with `retouch reward serve {reward}`, or give --wait "
+                "SECONDS for one that is starting"
             )
-            if any(_asked(url).status == "failed" for url in urls):
-                start = "correct that, and start the server again"
-            raise ConfigError(f"--url: {'; '.join(problems)}; {start}")
         yield lambda items: client.score(items)[reward]
 
 
 def _unusable(urls: Sequence[str]) -> list[str]:
     """Problems of the servers if none of them can become ready; each is asked once."""
-    problems = [f"{url}: {told.problem}" if (told := _asked(url)).problem else "" for url in urls]
-    return problems if all(problems) else []
+    asked = {url: _asked(url) for url in urls}
+    if not all(told.problem for told in asked.values()):
+        return []
+    failed = " (correct that first)"
+    return [f"{url}: {told.problem}{failed * (told.status == 'failed')}" for url, told in asked.items()]
 
 
 def _asked(url: str) -> Status:

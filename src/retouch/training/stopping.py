@@ -45,14 +45,14 @@ def interrupt_on_signals() -> None:
 
 
 class Stop(NamedTuple):
-    """A stop that was requested. `exit_code` is 0 where nothing is wrong; `continues`: no cause has to go first."""
+    """A stop that was requested. `exit_code` is 0 where nothing is wrong."""
 
     reason: str
     exit_code: int
-    continues: bool = True
+    next_step: str = CONTINUE
 
     def message(self, step: int) -> str:
-        return f"{self.reason} at step {step}{f'; {CONTINUE}' if self.continues else ''}"
+        return f"{self.reason} at step {step}; {self.next_step}"
 
 
 class StopRequests:
@@ -93,7 +93,7 @@ class StopRequests:
         if self._any_rank(self._signal is not None):
             return Stop(f"received {self._signal or 'a signal on another process'}", 3)
         if self._any_rank(self.alarm is not None):
-            return Stop(self.alarm or "an alarm on the first process", 3, continues=False)
+            return Stop(self.alarm or "an alarm on the first process", 3, f"correct the cause, then {CONTINUE}")
         limit = self._max_minutes
         if limit is not None and self._any_rank(time.monotonic() - self._started > 60 * limit):
             return Stop(f"training.max_minutes = {limit:g} reached", 0)

@@ -156,7 +156,7 @@ def sample_outputs(
 
     free_memory()  # of the run before
     items = [output.item for output in outputs]
-    loaded = Loaded(for_items(config, items), embedded=all_embedded(items))
+    loaded = Loaded(for_items(config, items, section), embedded=all_embedded(items))
     for name, weights_folder in weights.items():
         loaded.load(weights_folder)
         for done, part in enumerate(missing[name]):

@@ -243,14 +243,17 @@ def _evaluated(
 
     fit_one_batch(config, "--data" if data else "evaluation.data", dataset)
     free_memory()  # of the run before
-    loaded = Loaded(for_items(config, dataset.items), embedded=all_embedded(dataset.items))
+    evaluated = dataset[: config.evaluation.num_examples]
+    loaded = Loaded(
+        for_items(config, dataset.items[: len(evaluated)], dataset.config), embedded=all_embedded(dataset.items)
+    )
     found: dict[str, Evaluation] = {}
     for name, folder in weights.items():
         loaded.load(folder)
         found[name] = evaluate(
             loaded.model,
             loaded.network,
-            dataset[: config.evaluation.num_examples],
+            evaluated,
             images or config.evaluation.images_per_example,
             config.evaluation.num_steps or config.rollout.num_steps,
             loaded.guidance_scale,

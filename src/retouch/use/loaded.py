@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -14,13 +14,13 @@ from retouch.adapters.initial_lora import require_initial_lora
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import RunConfig
-from retouch.data.base import ItemFiles
+from retouch.data.base import DataSection, ItemFiles
+from retouch.data.dataset import read_item
 from retouch.engine import Engine, Policy
-from retouch.errors import CheckpointError
+from retouch.errors import CheckpointError, ConfigError, first_line
 from retouch.families.base import Model
 from retouch.families.embeddings import EmbeddingCache, open_cache, prompts_missing
 from retouch.families.loading import load_model
-from retouch.imaging import open_image, to_rgb
 from retouch.types import DiffusionModel
 
 logger = logging.getLogger(__name__)
@@ -75,29 +75,37 @@ class Loaded:
         self._is_base = False
 
 
-def for_items(config: RunConfig, items: Iterable[ItemFiles]) -> RunConfig:
+def for_items(config: RunConfig, items: Iterable[ItemFiles], section: DataSection) -> RunConfig:
     """The run for items that it need not have trained on: without `model.embeddings` if a prompt or a reference of them
-    is not stored there; then the encoders are loaded.
+    is not stored there, or the embeddings are not here or stale; then the encoders are loaded.
+
+    Args:
+        section: how the items are read.
 
     Raises:
-        ConfigError: the embeddings are not there, or stale.
+        ImageProblem: an item that cannot be read.
     """
     model = config.model
-    cache = open_cache(model)
-    missing = None if cache is None else _missing(cache, model, list(items))
-    if missing is None:
+    try:
+        cache = open_cache(model)
+        problem = None if cache is None else _missing(cache, model, {item.id: item for item in items}.values(), section)
+    except ConfigError as error:
+        problem = first_line(error).removeprefix("model.embeddings: ")
+    if problem is None:
         return config
-    logger.info("loading the text encoders: model.embeddings has %s", missing)
+    logger.warning("loading the encoders instead of model.embeddings: %s", problem)
     return config.model_copy(update={"model": model.model_copy(update={"embeddings": None})})
 
 
-def _missing(cache: EmbeddingCache, model: Model, items: Sequence[ItemFiles]) -> str | None:
+def _missing(cache: EmbeddingCache, model: Model, items: Collection[ItemFiles], section: DataSection) -> str | None:
     """The missing entries, in words; None if there are none."""
     if prompts := prompts_missing(cache, model, dict.fromkeys(item.prompt for item in items)):
         return f"no entry for {len(prompts)} prompts, {prompts[0]!r} among them"
-    paths = [item.reference_path for item in items if item.reference_path] if model.reference_encoder else []
-    new = next((path for path in paths if not cache.has_reference(to_rgb(open_image(path)))), None)
-    return None if new is None else f"no entry for the reference {new}"
+    for item in items if model.reference_encoder else ():
+        reference = read_item(item, section)[0].reference  # it may be a part of an image
+        if reference is not None and not cache.has_reference(reference):
+            return f"no entry for the reference of item {item.id}"
+    return None
 
 
 def free_memory() -> None:

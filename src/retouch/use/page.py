@@ -14,7 +14,7 @@ from PIL import Image
 
 from retouch.config import RunConfig
 from retouch.config.needs import takes_references
-from retouch.data.base import ItemFiles
+from retouch.data.base import DataSection, ItemFiles
 from retouch.errors import ConfigError, RetouchError
 from retouch.use.items import SampleRequest, items_to_sample
 from retouch.use.loaded import Loaded, for_items, free_memory
@@ -60,7 +60,9 @@ class Studio:
         self.edits = trained.config.model.edits_whole_images
         self.trained = trained
         self._config = trained.config
-        self._loaded: Loaded | None = self._load(self._config)
+        self._loaded: Loaded | None = None
+        if self._config.model.embeddings is None:  # else the first item decides which encoders are needed
+            self._loaded = self._load(self._config)
 
     @property
     def takes_references(self) -> bool:
@@ -76,16 +78,16 @@ class Studio:
         if self.takes_references and asked.reference is None:
             raise ConfigError("choose a style reference")
         section, items = items_to_sample(self.trained.config, request)
-        loaded = self._for(items)
+        loaded = self._for(items, section)
         images: list[Image.Image] = []
         for weights in [None] if self.trained.newest is None else [None, self.trained.newest]:
             loaded.load(weights)
             images += generate(loaded, items[0], section, request)
         return images
 
-    def _for(self, items: Sequence[ItemFiles]) -> Loaded:
+    def _for(self, items: Sequence[ItemFiles], section: DataSection) -> Loaded:
         """The model; with its encoders from the first item on that `model.embeddings` has no entry for."""
-        config = for_items(self._config, items)
+        config = for_items(self._config, items, section)
         if self._loaded is None or config is not self._config:
             self._loaded = None
             free_memory()

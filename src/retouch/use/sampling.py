@@ -50,7 +50,7 @@ def sample_to_folder(
     if trained.config.algorithm.trains_text_encoder:
         data = Dataset(section, items)
         return sample_trained(trained.config, data, trained.newest, request.seed, request.count, request.steps, free)
-    loaded = load(for_items(trained.config, items), embedded=all_embedded(items))
+    loaded = load(for_items(trained.config, items, section), embedded=all_embedded(items))
     _require_multiples(section.size, loaded.model.spec)
     loaded.load(trained.newest)
     written: list[Path] = []

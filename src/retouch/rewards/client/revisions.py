@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
-from retouch.rewards.foreign import one_line
+from retouch.rewards.foreign import CUT, one_line
 
-_LONGEST = 200  # characters of a revision
+_LONGEST = 400  # characters of a revision
+_DIGEST = 8  # bytes
 _KEPT = 64  # newest revisions of a reward
 _LOGGED = 20  # changes
 
 logger = logging.getLogger(__name__)
+
+
+def is_cut(revision: str) -> bool:
+    """Whether a revision that a server reported was longer."""
+    return re.search(rf"{re.escape(CUT)} [0-9a-f]{{{2 * _DIGEST}}}$", revision) is not None
 
 
 class Revisions:
@@ -43,7 +50,7 @@ class Revisions:
         """Record the revision of a reward at a server; log a change or a difference between servers once."""
         whole, revision = revision, one_line(revision, self._secret, _LONGEST)
         if len(whole) > _LONGEST:  # it may differ from another one at its end
-            revision += " " + hashlib.blake2b(whole.encode(errors="replace"), digest_size=8).hexdigest()
+            revision += " " + hashlib.blake2b(whole.encode(errors="replace"), digest_size=_DIGEST).hexdigest()
         heard = self._heard[name]
         heard[revision] = time.monotonic()
         heard.move_to_end(revision)

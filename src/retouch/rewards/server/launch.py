@@ -151,6 +151,7 @@ class Instance:
         self.early_deaths = 0
         self.status: Status | None = None
         self._started = 0.0
+        self._lock = threading.Lock()  # of `process` and `status`
 
     def entry(self) -> dict[str, Any]:
         """The entry of the endpoints file."""
@@ -160,7 +161,7 @@ class Instance:
     def start(self, settings: Mapping[str, Any]) -> None:
         """Start the front; it reads its settings from standard input, and ends when that ends."""
         command = [sys.executable, "-P", "-m", "retouch.rewards.server.front"]
-        with ExitStack() as stack:
+        with ExitStack() as stack, self._lock:
             stream = None
             if self.log is not None:
                 self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -174,23 +175,26 @@ class Instance:
                 pass_fds=[self.listener.fileno()],
                 start_new_session=True,
             )
+            self.status = None
         assert self.process.stdin is not None
         line = {**settings, "listener": self.listener.fileno(), "device": self.device, "url": self.url}
         with suppress(BrokenPipeError):  # it died already, which the supervisor notices
             self.process.stdin.write(json.dumps(line).encode() + b"\n")
             self.process.stdin.flush()
-        self.status = None
         self._started = time.monotonic()
 
-    def ask(self) -> None:
-        """Set `status`, once the front reports it."""
+    def ask(self) -> Status | None:
+        """Ask the front, and keep what it reports as `status` once its scorers are loaded or failed -> it, then."""
         process = self.process
         try:
-            told = readiness(self.local_url, _STATUS_S, direct=True)
+            found = readiness(self.local_url, _STATUS_S, direct=True)
         except (httpx.RequestError, TimeoutError):  # it is being started
-            return
-        if told.status in ("ready", "failed") and process is self.process:
-            self.status = told
+            return None
+        with self._lock:
+            if found.status not in ("ready", "failed") or process is not self.process:
+                return None
+            self.status = found
+        return found
 
     def died(self) -> bool:
         """Whether the front has ended; counts consecutive deaths soon after the start."""
@@ -248,16 +252,16 @@ class Supervisor:
         """Log that an instance is ready or failed, once for each of its starts."""
         while not self._stop.wait(_ASK_S):
             for one in self.instances:
-                if one.status is None:
-                    one.ask()
-                    if one.status == ("ready", ""):
-                        logger.info("ready: %s", one.url)
-                    elif one.status is not None and len(self._problems()) < len(self.instances):
-                        logger.error("%s cannot load its scorers: %s", one.url, one.status.problem)
+                found = None if one.status is not None else one.ask()
+                if found is not None and found.status == "ready":
+                    logger.info("ready: %s", one.url)
+                elif found is not None and len(self._problems()) < len(self.instances):
+                    logger.error("%s cannot load its scorers: %s", one.url, found.problem)
 
     def _problems(self) -> list[str]:
         """Why scorers failed to load, one for each instance where they did."""
-        return [one.status.problem for one in self.instances if one.status and one.status.status == "failed"]
+        known = [one.status for one in self.instances]
+        return [status.problem for status in known if status is not None and status.status == "failed"]
 
     def _require_one_loads(self) -> None:
         problems = self._problems()
