@@ -104,6 +104,53 @@ def test_large_images_are_resized_for_a_tiny_base(photos: Path, tmp_path: Path) 
     assert started(tmp_path, folder, "--model", "tiny")[0].data.size == (32, 64)
 
 
+def wide_signs(folder: Path) -> Path:
+    """Six signs of 320 x 160 with wide masks and captions that quote their text; the last one is cut off."""
+    folder.mkdir()
+    for i in range(6):
+        Image.new("RGB", (320, 160), (20 * i, 80, 90)).save(folder / f"s{i}.png")
+        mask = Image.new("L", (320, 160), 0)
+        mask.paste(255, (10, 60, 310, 100))
+        mask.save(folder / f"s{i}_mask.png")
+        (folder / f"s{i}.txt").write_text(f'a sign that says "WORD{i}"', encoding="utf-8")
+    return folder
+
+
+def test_wide_masks_get_a_size_that_does_not_cut_them(tmp_path: Path) -> None:
+    run, _ = started(tmp_path, wide_signs(tmp_path / "signs"))
+    assert (run.data.size, run.data.image_options.fit) == ((368, 720), "crop")
+    assert retouch("data", "validate", tmp_path / "run.yaml").code == 0
+    assert [item.metadata["text"] for item in discover(Path(run.data.path)).items] == [f"WORD{i}" for i in range(6)]
+
+
+def test_a_folder_without_a_list_is_referred_to_init(tmp_path: Path) -> None:
+    outcome = retouch("data", "validate", wide_signs(tmp_path / "signs"))
+    assert outcome.code == 2 and outcome.err.endswith("; `retouch init` writes a list of these images\n")
+
+
+def test_masks_that_no_crop_keeps_are_stretched(tmp_path: Path) -> None:
+    folder = wide_signs(tmp_path / "signs")
+    for role in ("", "_mask"):
+        file = folder / f"s5{role}.png"
+        Image.open(file).rotate(90, expand=True).save(file)
+    run, _ = started(tmp_path, folder)
+    assert (run.data.size, run.data.image_options.fit) == ((512, 512), "stretch")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ("kto", "--algorithm: given 'kto', which needs target_path of each example; write a manifest with them"),
+        ("reward_gradient", "--algorithm: given 'reward_gradient', for which init writes no run file with the rewards"),
+    ],
+)
+def test_an_algorithm_that_does_not_fit_writes_nothing(tmp_path: Path, algorithm: str, message: str) -> None:
+    folder = wide_signs(tmp_path / "signs")
+    outcome = retouch("init", folder, "--out", tmp_path / "run.yaml", "--algorithm", algorithm)
+    assert outcome.code == 2 and message in outcome.err
+    assert [file.name for file in tmp_path.iterdir()] == ["signs"]
+
+
 def test_a_broken_image_is_left_to_validate(photos: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(photos, tmp_path / "photos")
     first = sorted(folder.glob("images/*"))[0]

@@ -111,7 +111,7 @@ def test_an_outage_stops_the_run_and_a_restart_finishes_it_bit_for_bit(
         assert server.wait(10) == -signal.SIGKILL
     assert stopped.returncode == 3, stopped.stderr
     last = stopped.stderr.splitlines()[-1]
-    assert last.startswith("stopped: rewards stayed unavailable for reward_client.outage_wait_s = 0.5 s: unavailable")
+    assert last.startswith("stopped: rewards stayed unavailable for ")
     assert f"http://127.0.0.1:{port}" in last and last.endswith(
         "nothing was trained on that batch; continue with resume=auto"
     )

@@ -67,7 +67,7 @@ def test_what_is_looked_up_is_what_would_be_made(family: str, signs: Path, tmp_p
     fresh: Any = load_model(run.model)
     expected = [fresh.encode([example], 4.0) for example in examples]
     counts = precompute(run, tmp_path / "cache")
-    assert counts["prompts"] >= 8 and counts["pictures"] >= 8
+    assert counts["prompts"] >= 8 and counts["images"] >= 8
     without_encoders(model)
     stored: Any = load_model(run.model.model_copy(update={"embeddings": str(tmp_path / "cache")}))
     assert not stored.text.encoders
@@ -208,7 +208,7 @@ def test_entries_are_added_and_none_is_made_twice(signs: Path, tmp_path: Path) -
     command = ("data", "precompute", tmp_path / "run.yaml", "--out", tmp_path / "cache")
     first, again = retouch(*command), retouch(*command)
     assert first.code == again.code == 0, first.err + again.err
-    assert "0 prompts, 0 references, 0 pictures" in again.out
+    assert "0 prompts, 0 references, 0 images" in again.out
     assert "0 prompts" not in first.out
 
 

@@ -16,11 +16,12 @@ import pytest
 
 from retouch.config import ConfigError, parse_run
 from retouch.config.load import dump_run
+from retouch.errors import RewardOutage
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.foreign import fetch
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import judge_client as judge
-from retouch.rewards.scorers import judged, make_scorer
+from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.judge_client import (
     Budget,
     BudgetSpent,
@@ -298,18 +299,20 @@ def test_an_address_that_drops_packets_is_noticed_within_seconds(left: float, co
 def test_a_judge_that_is_down_is_told_at_once_and_waited_for_seconds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the start, where a question has minutes; during a run it may be started again, and is waited for."""
-    monkeypatch.setattr(judged, "_UNREACHABLE_S", 0.5)
+    """Although a question has minutes. It costs no request of the budget; during a run, the run waits."""
+    monkeypatch.setattr(judge, "UNREACHABLE_S", 0.5)
     away = f"http://127.0.0.1:{closed_port()}/v1"
     scorer: Any = make_scorer("openai_judge", {"model": "judge", "address": away, "timeout_s": 180.0})
     caplog.set_level("WARNING")
     started = time.monotonic()
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(RewardOutage) as raised:  # exit code 3: a script starts the run again
         scorer.load("cpu")
-    assert time.monotonic() - started < 10
+    (failure,) = score_checked(scorer, [grey(51)])
+    assert isinstance(failure, Failure) and (failure.code, failure.retryable) == ("unavailable", True)
+    assert time.monotonic() - started < 15
     assert f"{away}: ConnectError" in str(raised.value)
     assert str(raised.value).endswith("; start the judge there, or set address (JUDGE_URL) to where it is")
-    assert caplog.text.count("the judge cannot be reached") == 1 and scorer.judge.unreachable_s == float("inf")
+    assert caplog.text.count("the judge cannot be reached") == 1 and scorer.budget.spent_requests == 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+from diffusers.utils import logging as library
 from safetensors.torch import load_file, save_file
 
 from retouch.adapters import FORMATS_OF, comfyui
@@ -179,25 +179,28 @@ def save_pipeline(base: Base, weights: Path, out: Path) -> None:
         trained[base.network_name] = network
     elif base.transformer is not None:
         trained[base.network_name] = _other_network(base, *base.transformer)
-    with _without_progress_bars():
+    with _quietly():
         pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(base.path, dtype=base.dtype, **trained)
-    if base.kind == "lora":
-        pipeline.load_lora_weights(str(weights), weight_name=LORA_FILE)
-        pipeline.fuse_lora()
-        pipeline.unload_lora_weights()
+        if base.kind == "lora":
+            pipeline.load_lora_weights(str(weights), weight_name=LORA_FILE)
+            pipeline.fuse_lora()
+            pipeline.unload_lora_weights()
     pipeline.save_pretrained(str(out), safe_serialization=True)
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """diffusers shows one for the components of a pipeline, terminal or not."""
-    enabled = is_progress_bar_enabled()
-    disable_progress_bar()
+def _quietly() -> Iterator[None]:
+    """Without diffusers' progress bars, which it shows terminal or not, and its warning of a text encoder without
+    LoRA."""
+    shown, level = library.is_progress_bar_enabled(), library.get_verbosity()
+    library.disable_progress_bar()
+    library.set_verbosity_error()
     try:
         yield
     finally:
-        if enabled:
-            enable_progress_bar()
+        library.set_verbosity(level)
+        if shown:
+            library.enable_progress_bar()
 
 
 def _other_network(base: Base, path: str, subfolder: str | None) -> Any:

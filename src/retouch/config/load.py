@@ -117,7 +117,8 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
     try:
         data = yaml12.parse(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        problem = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
+        raise ConfigError(f"{path}: not valid YAML: {problem}") from None
     if not isinstance(data, dict):
         found = "nothing" if data is None else f"a {type(data).__name__}"
         raise ConfigError(f"{path}: expected a mapping of keys to values; the file holds {found}")

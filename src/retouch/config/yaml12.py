@@ -44,10 +44,12 @@ class _Loader(yaml.SafeLoader):
         super().fetch_flow_collection_start(TokenClass)  # pyright: ignore[reportUnknownMemberType]
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for i, name in enumerate(names):
-            if name in names[:i]:
-                raise _problem(node, f"the key {name!r} stands there twice")
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        seen = set[str]()
+        for key in keys:
+            if key.value in seen:
+                raise _problem(key, f"the key {key.value!r} stands there twice")
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
     def integer(self, node: yaml.ScalarNode) -> int:

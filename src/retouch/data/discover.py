@@ -82,7 +82,8 @@ def data_at(path: Path, size: tuple[int, int], or_else: str = "") -> DataSection
     section = recognised(path, size) or _manifest_in(path, size)
     if section is None:
         missing = "" if path.exists() else "no such file or folder; "
-        raise DataError(f"{path}: {missing}expected {expected_paths()}{or_else}")
+        lists = "; `retouch init` writes a list of these images" if path.is_dir() and _pairs(path).items else ""
+        raise DataError(f"{path}: {missing}expected {expected_paths()}{or_else}{lists}")
     return section
 
 

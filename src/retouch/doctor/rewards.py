@@ -10,6 +10,7 @@ from pathlib import Path
 from retouch.config import ConfigError, RunConfig
 from retouch.data.base import DataError, ItemFiles
 from retouch.doctor.line import Line
+from retouch.errors import RewardOutage
 from retouch.rewards.addresses import start_servers
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
@@ -79,7 +80,7 @@ def _problem(name: str, entry: RewardEntry, client: RewardClientConfig, items: S
             if problems:
                 return f"{'; '.join(problems)}; {_remedy(name, entry)}"
             outcomes = table.submit(items).result().outcomes[name]
-        except ConfigError as error:
+        except (ConfigError, RewardOutage) as error:
             return str(error)
         except Exception as error:  # loading a scorer may raise whatever its library does
             return f"{type(error).__name__}: {error}; {_remedy(name, entry)}"

@@ -279,7 +279,7 @@ class ModelSection(Section):
     family: str
     """Registered name of the family."""
     path: str
-    """A hub id or a folder in the diffusers layout; "tiny" is the base that comes with the package."""
+    """A hub id or a folder in the diffusers layout."""
     transformer: OtherTransformer | None = None
     """Other weights for the network that is trained, of the same class: the one of `path` (transformer/, of sd_inpaint
     unet/) is then not loaded. Null loads that one."""

@@ -49,7 +49,7 @@ class EmbeddingCache:
         create: fill the cache, and make the folder if there is none; else it must exist.
 
     Attributes:
-        added: new entries by kind: "prompts", "references", "pictures".
+        added: new entries by kind: "prompts", "references", "images".
 
     Raises:
         ConfigError: no such cache, or one of another model: stale.
@@ -58,7 +58,7 @@ class EmbeddingCache:
     def __init__(self, folder: Path, model: Model, *, create: bool = False) -> None:
         self.folder = folder
         self.fills = create
-        self.added = {"prompts": 0, "references": 0, "pictures": 0}
+        self.added = {"prompts": 0, "references": 0, "images": 0}
         now, file = identity(model), folder / "cache.json"
         if create and not file.is_file():
             folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ class EmbeddingCache:
             path = self._path("image", _bytes(pixels))
             if self.fills and not path.is_file():
                 self._write(path, {"latents": made})
-                self.added["pictures"] += 1
+                self.added["images"] += 1
 
     def _path(self, kind: str, content: bytes) -> Path:
         of = ("image_encoder",) if kind == "reference" else ("vae_files",) if kind == "image" else ("text_files",)

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field
 
 from retouch.config.base import Count, NonNegative, Section, Text, Unit
 from retouch.config.errors import nearest
-from retouch.errors import ConfigError
+from retouch.errors import RetouchError
 from retouch.registry import Chosen
 from retouch.rewards import REWARDS
 from retouch.rewards.protocol import RewardItem, Scorer, ScorerSpec
@@ -291,7 +291,7 @@ Options = TypeVar("Options", bound=RewardEntry)
 _OF_A_SCORER = re.compile(r"^reward '[^']*': ")
 
 
-def problem_of(name: str, scorer: object, error: ConfigError) -> str:
+def problem_of(name: str, scorer: object, error: RetouchError) -> str:
     """The message of a scorer that cannot be loaded, by the key of its reward: `rewards.NAME`, or of an option."""
     told = _OF_A_SCORER.sub("", str(error), count=1)
     options = getattr(scorer, "options", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from retouch.errors import ConfigError, shown
+from retouch.errors import ConfigError, RewardOutage, shown
 from retouch.rewards.base import problem_of
 from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer, ScorerSpec
 from retouch.types import Outcome
@@ -55,8 +55,8 @@ class LocalRewards:
                 )
             try:
                 scorer.load(self.device)
-            except ConfigError as error:
-                raise ConfigError(problem_of(name, scorer, error)) from None
+            except (ConfigError, RewardOutage) as error:
+                raise type(error)(problem_of(name, scorer, error)) from None
 
     def _score(self, items: list[RewardItem]) -> dict[str, list[Outcome]]:
         return {name: CheckedScorer(scorer).score(items) for name, scorer in self.scorers.items()}

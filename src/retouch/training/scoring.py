@@ -22,7 +22,7 @@ from torch import Tensor
 
 from retouch.core.advantages import RewardRows
 from retouch.errors import FailureRateExceeded, RewardOutage
-from retouch.rewards.addresses import start_servers
+from retouch.rewards.addresses import TOKEN_VARIABLE, start_servers
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.table import PendingScores, RewardTable
 from retouch.types import Example, Failure, Outcome, Scores
@@ -94,7 +94,8 @@ def wait_for_rewards(table: RewardTable, client: RewardClientConfig) -> None:
     if not problems:
         return
     started_elsewhere = [n for n, entry in table.entries.items() if entry.url not in (None, "auto") and entry.weight]
-    remedy = [start_servers(started_elsewhere)] if started_elsewhere else []
+    running = all(TOKEN_VARIABLE in problem for problem in problems)
+    remedy = [start_servers(started_elsewhere)] if started_elsewhere and not running else []
     raise RewardOutage("rewards are not ready: " + "; ".join([*problems, *remedy]))
 
 
@@ -159,13 +160,14 @@ def _settle_one(
 ) -> Scores:
     scores = batch.scores.result(until)
     columns = {name: list(column) for name, column in scores.outcomes.items()}
-    deadline = time.monotonic() + config.outage_wait_s
+    started = time.monotonic()
+    deadline = started + config.outage_wait_s
     while away := _unavailable(columns, scores):
         left = deadline - time.monotonic()
         if left <= 0:
             raise RewardOutage(
-                f"rewards stayed unavailable for reward_client.outage_wait_s = {config.outage_wait_s:g} s: "
-                + summary(list(away.values()))
+                f"rewards stayed unavailable for {time.monotonic() - started:.0f} s (reward_client.outage_wait_s = "
+                f"{config.outage_wait_s:g}): " + summary(list(away.values()))
             )
         logger.warning("rewards are unavailable, waiting up to %.0f s more: %s", left, summary(list(away.values())))
         if not table.wait_ready(min(left, 10.0), every_server=False):

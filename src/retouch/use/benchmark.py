@@ -89,7 +89,7 @@ def run_benchmark(
     with benchmark_scores.scorers_of(benchmark) as scorers:
         abouts = _sample(benchmark, runs, configs, weights, data, outputs, out, share)
         abouts |= {name: {"images_of": str(folder)} for name, folder in external.items()}
-        places = {**external, **{name: out / "images" / name for name in weights}}
+        places = {**{name: out / "images" / name for name in weights}, **external}
         columns: dict[str, Column] = {}
         waiting = 0
         for name, folder in places.items():
@@ -184,6 +184,11 @@ def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
         raise ConfigError("--run: the runs trained with different sizes or reference strips; evaluate them one by one")
     section = sections[0] if sections else section
     for config in configs:
+        if config.model.needs and not section.has_images:
+            raise ConfigError(
+                f"--run: {config.model.family} needs {', '.join(sorted(config.model.needs))} of each item, but "
+                f"{type(benchmark).title} has prompts alone; give a run of a family that generates from prompts"
+            )
         needs |= config.model.needs
         needs |= {"reference"} if takes_references(config, scored=False) else set()
     data = load_dataset(section, "--path", needs)

@@ -100,7 +100,7 @@ def compare_runs(
         )
         for name, trained in runs.items()
     }
-    datasets = {name: _examples(config, data, reference) for name, config in configs.items()}
+    datasets = {name: _examples(config, data, reference, name) for name, config in configs.items()}
     for other in others:
         _require_same(first, datasets[first], other, datasets[other])
     if out is not None:
@@ -121,11 +121,11 @@ def compare_runs(
     return _result(results, examples, entries, [*base_pair, *((first, other) for other in others)])
 
 
-def _examples(config: RunConfig, data: Path | None, reference: Path | Image | None) -> Dataset:
-    """The evaluation examples, from `data` or the run file."""
+def _examples(config: RunConfig, data: Path | None, reference: Path | Image | None, run: str = "") -> Dataset:
+    """The evaluation examples, from `data` or the run file; `run` is its name if there are several."""
     section = like(config, data) if data else config.evaluation.data
     if section is None:
-        raise ConfigError("evaluation.data: not set in the run file; give --data")
+        raise ConfigError(f"evaluation.data: not set in the run file{f' of {run}' if run else ''}; give --data")
     dataset = examples_of(config, section, "--data" if data else "evaluation.data", reference, scored=True)
     if data:
         _warn_of_overlap(config, dataset)

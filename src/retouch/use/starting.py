@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import yaml
 
 from retouch.algorithms import ALGORITHMS
 from retouch.algorithms.base import RlConfig
-from retouch.config import ConfigError, load_run, numbers
+from retouch.config import ConfigError, load_run, numbers, parse_run
 from retouch.config.errors import nearest
-from retouch.data.base import DataError
+from retouch.config.needs import needed_pictures
+from retouch.data.base import DataError, ItemError, ItemFiles
+from retouch.data.dataset import examine
 from retouch.data.discover import Found, discover
+from retouch.data.formats.manifest import ManifestData
 from retouch.data.split import split
 from retouch.disk import write_whole
 from retouch.families import FAMILIES
 from retouch.families.base import TINY_SIZE_MULTIPLE
-from retouch.imaging import ImageProblem, open_image
+from retouch.imaging import Fit, ImageProblem, open_image
 from retouch.registry import import_plugins_of_environment
+from retouch.rewards.protocol import quoted_text
 from retouch.texts import has_text
 
 _HELD_OUT = 0.2
@@ -32,6 +39,12 @@ _TINY_LENGTH = {"flux_fill": 24, "qwen_image_edit": 128}
 _TINY_SIDE = 64
 """Largest side of the images that tiny bases learned, in pixels."""
 
+_SIDE = 512
+"""Side of the images of a released base, in pixels."""
+
+_LOOKED_AT = 32
+"""Examples whose masks decide on the size."""
+
 _SHOWN = 5
 """Images left out that are listed one by one."""
 
@@ -42,6 +55,7 @@ class _Run:
 
     Attributes:
         data: `data.path`.
+        shape: (`data.resolution`, `data.fit`).
         held_out: manifest of held-out examples; None: there is none.
         examples: number of examples to train on.
         model: `model.path`; None: $MODEL_PATH, or the released model of the family.
@@ -51,6 +65,7 @@ class _Run:
     family: str
     algorithm: str
     model: str | None
+    shape: tuple[str, Fit]
     data: Path
     held_out: Path | None
     examples: int
@@ -91,9 +106,14 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
     for file in (out, *([manifest] if found.path is None else [])):
         if file.exists():
             raise ConfigError(f"--out: {file} exists; set --out to another path, or delete it")
-    data, held_out, examples = (found.path, None, len(found.items)) if found.path else _write_manifest(found, manifest)
+    shape = _tiny_shape(found, family) if model == "tiny" else _shape(found, family)
+    run = _Run(found, family, algorithm, model, shape, found.path or manifest, None, len(found.items))
+    _require_fitting(run, out)  # before anything is written
+    if found.path is None:
+        data, held_out, examples = _write_manifest(found, manifest)
+        run = replace(run, data=data, held_out=held_out, examples=examples)
+    data, held_out = run.data, run.held_out
     out.parent.mkdir(parents=True, exist_ok=True)
-    run = _Run(found, family, algorithm, model, data, held_out, examples)
     write_whole(out, _run_file(run, out))
     config = load_run(out)
     numbers(config)  # fails here where `retouch check` would
@@ -105,6 +125,26 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
     lines += [f"{file}: written" for file in (data if found.path is None else None, held_out) if file is not None]
     lines += [f"{out}: {algorithm} on {family}, rewards {', '.join(config.rewards)}"]
     return [*lines, f"next: retouch data validate {out}; retouch check {out}; retouch train {out}"]
+
+
+def _require_fitting(run: _Run, out: Path) -> None:
+    """Raises: ConfigError: an algorithm that the rewards or the images of the run do not fit."""
+    try:
+        config = parse_run(yaml.safe_load(_run_file(run, out)))
+        numbers(config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--algorithm: given {run.algorithm!r}, for which init writes no run file with the rewards of these data; "
+            f"{error}"
+        ) from None
+    needs = needed_pictures(config, training=True)
+    first = run.found.items[0]
+    missing = sorted(f"{name}_path" for name in needs if getattr(first, f"{name}_path") is None)
+    if missing and isinstance(read := examine(first, config.data, needs), ItemError) and missing[0] in read.problem:
+        raise ConfigError(
+            f"--algorithm: given {run.algorithm!r}, which needs {', '.join(missing)} of each example; write a manifest "
+            "with them, and set data.path to it"
+        )
 
 
 def _require_masks(found: Found, folder: Path, family: str) -> None:
@@ -123,6 +163,8 @@ def _write_manifest(found: Found, manifest: Path) -> tuple[Path, Path | None, in
     manifest.parent.mkdir(parents=True, exist_ok=True)
     root = manifest.parent.resolve()
     entries = [{k: v if k == "prompt" else os.path.relpath(v, root) for k, v in e.items()} for e in found.entries]
+    if all(map(has_text, found.items)):  # as rewards find it, for reports and glyph_correlation
+        entries = [{**entry, "text": quoted_text(entry["prompt"]) or ""} for entry in entries]
     write_whole(manifest, json.dumps(entries, indent=1, ensure_ascii=False) + "\n")
     if len(entries) < _ENOUGH:
         return manifest, None, len(entries)
@@ -139,7 +181,7 @@ def _run_file(run: _Run, out: Path) -> str:
     family, tiny = run.family, run.tiny
     released = FAMILIES[family].model_fields["path"].default
     path = f"${{MODEL_PATH:-{released}}}" if run.model is None else run.model
-    size, fit, weights = (_tiny_size(run), "stretch", "full weights") if tiny else ("512", "crop", "LoRA")
+    (size, fit), weights = run.shape, "full weights" if tiny else "LoRA"
     length = _TINY_LENGTH.get(family) if tiny else None
     short_prompts = [] if length is None else [f"  max_sequence_length: {length}    # of the tiny base"]
     return "\n".join(
@@ -185,17 +227,44 @@ def _run_file(run: _Run, out: Path) -> str:
     )
 
 
-def _tiny_size(run: _Run) -> str:
-    """Resolution for a tiny base: that of the first image, if it can be read and is of such a size, else what the base
+def _tiny_shape(found: Found, family: str) -> tuple[str, Fit]:
+    """For a tiny base: the size of the first image, if it can be read and is of such a size, else what the base
     learned."""
-    source = run.found.items[0].source_path
-    sides: tuple[int, ...] = ()
-    if source is not None:
-        with suppress(ImageProblem):  # `retouch data validate` names it
-            sides = open_image(source).size[::-1]
+    sides = _sides(found.items[0])
     if sides and all(side <= _TINY_SIDE and side % TINY_SIZE_MULTIPLE == 0 for side in sides):
-        return str(list(sides))
-    return "[32, 64]" if "mask" in FAMILIES[run.family].spec.needs else "32"
+        return str(list(sides)), "stretch"
+    return "[32, 64]" if "mask" in FAMILIES[family].spec.needs else "32", "stretch"
+
+
+def _shape(found: Found, family: str) -> tuple[str, Fit]:
+    """A square of 512 pixels, if its crop cuts the mask of no example; else as many pixels in the proportions of the
+    first image; else a square that ignores the proportions."""
+    multiple = FAMILIES[family].spec.size_multiple
+    shapes: list[tuple[tuple[int, int], Fit]] = [((_SIDE, _SIDE), "crop")]
+    if sides := _sides(found.items[0]):
+        scale = _SIDE / (sides[0] * sides[1]) ** 0.5
+        height, width = (max(multiple, round(side * scale / multiple) * multiple) for side in sides)
+        shapes.append(((height, width), "crop"))
+    usable = _usable(found.items[:_LOOKED_AT], (_SIDE, _SIDE), "stretch")
+    for size, fit in shapes:
+        if len(_usable(usable, size, fit)) == len(usable):
+            return str(_SIDE) if size == (_SIDE, _SIDE) else str(list(size)), fit
+    return str(_SIDE), "stretch"
+
+
+def _usable(items: Sequence[ItemFiles], size: tuple[int, int], fit: Fit) -> list[ItemFiles]:
+    section = ManifestData(path="", resolution=size, fit=fit)
+    return [item for item in items if not isinstance(examine(item, section), ItemError)]
+
+
+def _sides(item: ItemFiles) -> tuple[int, int] | None:
+    """(height, width) of the image of an item; None without one that can be read, which `retouch data validate`
+    names."""
+    with suppress(ImageProblem):
+        if item.source_path is not None:
+            width, height = open_image(item.source_path).size
+            return height, width
+    return None
 
 
 def _rollout(run: _Run) -> list[str]:

@@ -59,6 +59,8 @@ class BrushBenchData(ImageSection):
         """The items of the mapping file; an id is the key if all keys are numbers, else the position."""
         folder = local_path(self.path)
         mapping = folder / MAPPING
+        if folder.is_file():
+            raise DataError(f"data.path: {folder} is a file; give the folder, or set data.format=manifest for a list")
         if not folder.is_dir():
             raise DataError(f"data.path: {folder}: no such folder")
         if not mapping.is_file():

@@ -39,6 +39,8 @@ class CalligrapherData(ImageSection):
             DataError: no folder, no list file, or not UTF-8.
         """
         folder = local_path(self.path)
+        if folder.is_file():
+            raise DataError(f"data.path: {folder} is a file; give the folder, or set data.format=manifest for a list")
         if not folder.is_dir():
             raise DataError(f"data.path: {folder}: no such folder")
         if not (folder / self.list_file).is_file():

@@ -33,7 +33,7 @@ class QwenImageModel(QwenSection):
 
     family: Literal["qwen_image"] = "qwen_image"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = spec.hub_ids[0]
-    """A hub id or a folder in the diffusers layout; "tiny" is the base that comes with the package."""
+    """A hub id or a folder in the diffusers layout."""
     max_sequence_length: Annotated[int, Field(ge=1, le=1024)] = 512
     """Tokens that a prompt is padded or cut to, the end of its chat template included."""
 

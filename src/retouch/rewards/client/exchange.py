@@ -19,7 +19,7 @@ from typing import Any, cast
 import httpx
 
 from retouch import plain_json
-from retouch.rewards.addresses import is_local, retry_after_s
+from retouch.rewards.addresses import TOKEN_VARIABLE, is_local, retry_after_s
 from retouch.rewards.client.status import status_of
 from retouch.rewards.foreign import CONNECT_S, no_cookies, one_line, plain_detail
 from retouch.rewards.messages import ScoreReply, WireScore
@@ -134,8 +134,12 @@ class Exchange:
             async with asyncio.timeout(timeout_s):
                 limits = httpx.Timeout(timeout_s)
                 status, _, body = await self._fetch("GET", url, "/readyz", _MAX_STATUS, limits)
+                if status in (401, 403):
+                    what = f"HTTP {status}: the server needs a token, and this process sent "
+                    what += "another one" if self._token else "none"
+                    return NotReady(f"{url}: {what}; set {TOKEN_VARIABLE} to that of the server", final=True)
                 if status != 200:
-                    final = status in (401, 403) or status_of(body, self._token).status == "failed"
+                    final = status_of(body, self._token).status == "failed"
                     return NotReady(f"{url}: not ready (HTTP {status}): {self._clean(_text(body))}", final)
                 info = _json_object((await self._fetch("GET", url, "/info", _MAX_STATUS, limits))[2])
         except TimeoutError:

@@ -90,6 +90,11 @@ class Budget:
         """Dollars so far."""
         return (self.spent_in * self.price_in + self.spent_out * self.price_out) / 1e6
 
+    def undo(self) -> None:
+        """Do not count a request that reached no endpoint."""
+        with self._lock:
+            self.spent_requests -= 1
+
     def begin(self) -> None:
         """Count a request.
 
@@ -138,6 +143,11 @@ def shared_bucket(address: str, kind: str, per_minute: float | None) -> TokenBuc
         return _BUCKETS.setdefault((address, kind, per_minute), TokenBucket(per_minute))
 
 
+UNREACHABLE_S = 10.0
+"""Seconds of a question after which an address that accepts no connections is given up. The run then waits for the
+judge as for any reward that is away (`reward_client.outage_wait_s`)."""
+
+
 class JudgeClient:
     """`POST /chat/completions` with rates, retries and a budget.
 
@@ -149,8 +159,6 @@ class JudgeClient:
         timeout_s: deadline of one question, retries included.
 
     Attributes:
-        unreachable_s: seconds of a question after which an address that accepts no connections is given up; none is by
-            default, because a judge may be started again.
         is_away: the last attempt found an address that accepts no connections.
 
     Raises:
@@ -171,7 +179,6 @@ class JudgeClient:
         self._model_lock = threading.Lock()
         self.budget = budget
         self.timeout_s = timeout_s
-        self.unreachable_s = math.inf
         self.is_away = False
         self._served: set[str] = set()
         self._lock = threading.Lock()
@@ -252,8 +259,10 @@ class JudgeClient:
                 if not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                     self.is_away = False
                 else:
-                    self._note_away(problem, deadline)
-                    if time.monotonic() - started > self.unreachable_s:
+                    self._note_away(problem)
+                    if body is not None:
+                        self.budget.undo()
+                    if time.monotonic() - started > UNREACHABLE_S:
                         break
             else:
                 self.is_away = False
@@ -271,14 +280,13 @@ class JudgeClient:
             time.sleep(pause)
         raise JudgeError(problem, retryable=True)
 
-    def _note_away(self, problem: str, deadline: float) -> None:
+    def _note_away(self, problem: str) -> None:
         """Warn once of an address that accepts no connections, until it accepts one again; questions are asked from
         several threads."""
         with self._lock:
             known, self.is_away = self.is_away, True
         if not known:
-            left = min(self.unreachable_s, max(0.0, deadline - time.monotonic()))
-            logger.warning("the judge cannot be reached: %s; trying again for up to %.0f s", problem, left)
+            logger.warning("the judge cannot be reached: %s", problem)
 
     def _wait_turn(self, deadline: float) -> None:
         taken = [(b, n) for b, n in ((self._requests, 1), (self._tokens, _TOKENS_OF_IMAGE)) if b is not None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from pydantic import model_validator
 
 from retouch import plain_json
 from retouch.config.base import Count, NonNegative, Positive
-from retouch.errors import ConfigError, shown
+from retouch.errors import ConfigError, RewardOutage, shown
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import (
@@ -71,7 +70,9 @@ class JudgeEntry(RewardEntry):
     @model_validator(mode="after")
     def _names_a_model(self) -> JudgeEntry:
         if self.is_made_here and not self.model:
-            raise ValueError("model: not set; set it to the model's name at the endpoint")
+            raise ValueError(
+                "model: not set; set it to the model's name at the endpoint, or auto for the only one there"
+            )
         if self.budget_dollars is not None and not self.price_in + self.price_out:
             raise ValueError("budget_dollars: given without prices; set price_in and price_out")
         return self
@@ -93,10 +94,6 @@ def require_prompts(entry: JudgeEntry, wording: Literal["own", "published"], pro
 
 
 Judged = TypeVar("Judged", bound=JudgeEntry)
-
-
-_UNREACHABLE_S = 10.0
-"""Seconds that a judge has to accept a connection before the run starts."""
 
 
 class AnswerError(JudgeError):
@@ -148,16 +145,17 @@ class JudgeScorer(PackageScorer[Judged]):
 
         Raises:
             ConfigError: no such model, a wrong key, or answers that are not of the protocol.
+            RewardOutage: its address accepts no connection.
         """
         grey = np.full((64, 64, 3), 127, np.uint8)
-        self.judge.unreachable_s = _UNREACHABLE_S
         try:
             self._first_question(RewardItem(0, self.first_prompt, grey, source=grey))
         except (JudgeError, BudgetSpent) as error:
-            remedy = "; start the judge there, or set address (JUDGE_URL) to where it is" if self.judge.is_away else ""
-            raise ConfigError(f"reward {self.options.scorer!r}: {error}{remedy}") from None
-        finally:
-            self.judge.unreachable_s = math.inf
+            where = f"reward {self.options.scorer!r}: {error}"
+            if self.judge.is_away:
+                remedy = "start the judge there, or set address (JUDGE_URL) to where it is"
+                raise RewardOutage(f"{where}; {remedy}") from None
+            raise ConfigError(where) from None
         self._name_judge()
 
     @abstractmethod

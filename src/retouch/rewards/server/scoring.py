@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, RewardOutage
 from retouch.rewards.base import problem_of
 from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer
 from retouch.types import Failure, Outcome
@@ -38,8 +38,8 @@ def load_all(scorers: Mapping[str, Scorer], device: str) -> None:
         started = time.monotonic()
         try:
             scorer.load(device)
-        except ConfigError as error:
-            raise ConfigError(problem_of(name, scorer, error)) from None
+        except (ConfigError, RewardOutage) as error:
+            raise type(error)(problem_of(name, scorer, error)) from None
         options = getattr(scorer, "options", None)
         place = "cpu" if getattr(options, "cpu_only", None) else device
         logger.info("%s loaded on %s in %.1f s", name, place, time.monotonic() - started)
