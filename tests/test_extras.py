@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import subprocess
 import sys
 import tomllib
@@ -18,6 +19,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+from retouch.cli import _silence_libraries
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -100,3 +103,14 @@ def test_deepspeed_has_the_release_that_is_asked_for() -> None:
     )
     found = {Version(one.strip()) for one in releases}
     assert any(one in wanted.specifier and one in pinned.specifier for one in found)
+
+
+def test_no_command_asks_for_torchvision() -> None:
+    """transformers warns where it takes the image processors of Pillow, which this package wants."""
+    _silence_libraries()
+    _silence_libraries()
+    logger = logging.getLogger("transformers.utils.import_utils")
+    assert len(logger.filters) == 1
+    for message, shown in (("`CLIPImageProcessor` requires torchvision (not installed); falling back", False),
+                           ("another warning", True)):  # fmt: skip
+        assert bool(logger.filter(logger.makeRecord(logger.name, logging.WARNING, "", 0, message, (), None))) is shown
