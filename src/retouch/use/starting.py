@@ -9,11 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import yaml
-
 from retouch.algorithms import ALGORITHMS
 from retouch.algorithms.base import RlConfig
-from retouch.config import ConfigError, load_run, numbers, parse_run
+from retouch.config import ConfigError, load_run, numbers, parse_run, yaml12
 from retouch.config.errors import nearest
 from retouch.config.needs import needed_pictures
 from retouch.data.base import DataError, ItemError, ItemFiles
@@ -130,7 +128,7 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
 def _require_fitting(run: _Run, out: Path) -> None:
     """Raises: ConfigError: an algorithm that the rewards or the images of the run do not fit."""
     try:
-        config = parse_run(yaml.safe_load(_run_file(run, out)))
+        config = parse_run(yaml12.parse(_run_file(run, out)), source=out.name)
         numbers(config)
     except ConfigError as error:
         raise ConfigError(
