@@ -151,7 +151,7 @@ def test_the_recipe_writes_the_same_network_again(recipe: type[Training], tmp_pa
 @pytest.mark.parametrize(("variant", "area"), [("standard", 0.93), ("robust", 0.90)])
 def test_the_packaged_networks_tell_broken_letters_of_unseen_fonts(variant: Variant, area: float) -> None:
     """160 letters; the card has 1000."""
-    letters = held_out_letters(64, seed=7)
+    letters = held_out_letters(160, seed=7)
     assert {LETTERS[letter.asked] for letter in letters} > set("AEIOU")
     assert aucs(letters, broken_probabilities(packaged(variant=variant), letters))["all"] > area
 
