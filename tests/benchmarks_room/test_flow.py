@@ -197,6 +197,29 @@ def test_images_of_another_program_are_scored_without_a_model(
     assert list(json.loads(beside.out)["differences"]) == ["theirs - base"]
 
 
+def test_images_of_another_program_are_compared_with_the_weights(
+    sharded: tuple[list[Outcome], Path], place: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(sharded[1], out)
+    theirs = shutil.copytree(out / "images" / "base", tmp_path / "theirs")
+    outcome = retouch(
+        "eval", "--benchmark", place / "benchmark.yaml", "--config", place / "run.yaml", "--images", theirs,
+        "--out", out, "--json",
+    )  # fmt: skip
+    assert list(json.loads(outcome.out)["differences"]) == ["theirs - base"]
+
+
+def test_prompts_alone_need_a_family_that_generates(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "test.txt").write_text('a sign that says "OPEN"\n', encoding="utf-8")
+    outcome = retouch(
+        "eval", "--benchmark", "ocr_prompts", "--path", tmp_path / "test.txt", "--config", place / "run.yaml",
+        "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert outcome.code == 2
+    assert "--run: flux_fill needs mask, source of each item, but" in " ".join(outcome.err.split())
+
+
 @pytest.mark.parametrize(("visible", "left"), [(None, "2"), ("4,5,6,7", "6"), ("", "")])
 def test_under_torchrun_the_rank_is_the_shard(visible: str | None, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process sees its own GPU and no launcher: they do not wait for each other."""

@@ -145,7 +145,9 @@ def test_a_date_is_a_name(run_with: RunWith) -> None:
 def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("optimizer: {lr: 1e-4}\nname: a\noptimizer: {eps: 1e-6}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"run\.yaml: not valid YAML: the key 'optimizer' stands there twice"):
+    with pytest.raises(
+        ConfigError, match=r"run\.yaml: not valid YAML: the key 'optimizer' stands there twice at line 3,"
+    ):
         load_run(path)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from retouch.data.base import DataError, ItemError, ItemFiles
 from retouch.data.dataset import check_item, load_dataset
+from retouch.data.formats.calligrapher import SelfBenchData
 from retouch.imaging import mask_box
 from tests.command_line import retouch
 
@@ -188,3 +189,10 @@ def test_the_benchmark_itself() -> None:
         pytest.skip("RETOUCH_SHARED_DATA names no folder with self_bench/")
     outcome = retouch("data", "validate", folder)
     assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "1 items can be used")
+
+
+def test_a_list_in_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text("[]", encoding="utf-8")
+    section = SelfBenchData(path=str(tmp_path / "list.json"), resolution=(32, 64))
+    with pytest.raises(DataError, match=r"list\.json is a file; give the folder, or set data\.format=manifest"):
+        section.items()

@@ -647,7 +647,8 @@ def test_the_token_is_sent_to_our_server() -> None:
             (failure,) = failures(client.score(items(1))["r"])
             (problem,) = client.wait_ready(5.0)
     assert failure.code == "refused" and "401" in failure.message
-    assert "401" in problem
+    told = "HTTP 401: the server needs a token, and this process sent another one; set RETOUCH_REWARD_TOKEN to that of"
+    assert problem == f"{url}: {told} the server"
 
 
 def test_the_token_is_nowhere_to_be_read(caplog: pytest.LogCaptureFixture) -> None:

@@ -110,7 +110,6 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
     if found.path is None:
         data, held_out, examples = _write_manifest(found, manifest)
         run = replace(run, data=data, held_out=held_out, examples=examples)
-    data, held_out = run.data, run.held_out
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, _run_file(run, out))
     config = load_run(out)
@@ -120,7 +119,7 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
     lines = [f"{folder}: {_count(found)}, {masks} with a mask, {texts} with a text to write"]
     lines += [f"left out: {problem}" for problem in found.left_out[:_SHOWN]]
     lines += [f"left out: {len(found.left_out) - _SHOWN} more"] if len(found.left_out) > _SHOWN else []
-    lines += [f"{file}: written" for file in (data if found.path is None else None, held_out) if file is not None]
+    lines += [f"{file}: written" for file in (run.data, run.held_out) if found.path is None and file is not None]
     lines += [f"{out}: {algorithm} on {family}, rewards {', '.join(config.rewards)}"]
     return [*lines, f"next: retouch data validate {out}; retouch check {out}; retouch train {out}"]
 

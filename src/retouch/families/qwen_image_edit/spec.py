@@ -43,8 +43,8 @@ class QwenImageEditModel(QwenSection):
 
     family: Literal["qwen_image_edit"] = "qwen_image_edit"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = RELEASED["edit"][0]
-    """A hub id or a folder in the diffusers layout; "tiny" is the base that comes with the package."""
-    """A hub id or a folder in the diffusers layout; for edit_plus Qwen/Qwen-Image-Edit-2511 or -2509."""
+    """A hub id or a folder in the diffusers layout; for edit_plus Qwen/Qwen-Image-Edit-2511 or -2509; "tiny" is the
+    base that comes with the package."""
     free_text_encoders: bool = False
     """Must be false: the states of the text encoder depend on the image."""
     embeddings: Text | None = None
