@@ -2,5 +2,7 @@
 
 from pathlib import Path
 
-SETS = sorted(file.parent for file in Path(__file__).parent.glob("*/about.json"))
-"""Their folders, one for each commit."""
+HERE = Path(__file__).parent
+
+COMMITS = sorted(file.parent.name for file in HERE.glob("*/about.json"))
+"""Each has a folder of its own here, a set."""

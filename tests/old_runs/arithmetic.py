@@ -63,8 +63,7 @@ def _trained(network: Any, forward: Callable[[int], Tensor]) -> Iterator[Tensor]
             yield output
             yield torch.nn.utils.clip_grad_norm_(network.parameters(), 1e-3)
             optimizer.step()
-    for parameter in network.parameters():
-        yield parameter
+    yield from network.parameters()
 
 
 def _flux_fill(base: Path) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
     python -m tests.old_runs.make COMMIT [NAME ...]
 
-Run it in a checkout whose `src` is that of COMMIT. It writes `tests/old_runs/COMMIT`, or adds runs of these names to it:
+Run it in a checkout whose `src` is that of COMMIT. It writes `tests/old_runs/COMMIT`; NAMEs write these runs again:
 
     about.json    the commit and the tree of its `src`, the machine, the versions, a digest of this machine's arithmetic
     bases/        networks of a few thousand weights (`small_bases`), which no later version of the package replaces
@@ -43,6 +43,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "trl", "numpy", "pillow", "safetensors")
 SIZE = (16, 32)
+
+LEFT_OUT = (".lock", "log.txt", "report.html", "reward-server.log", "environment.json")
+"""Files of a run directory that a resumed run writes anew, some of which name the machine."""
 
 LORA = {"kind": "lora", "rank": 2, "alpha": 4}
 SMALL_LORA = {**LORA, "targets": ["to_q", "to_v"]}
@@ -164,9 +167,7 @@ def make(target: Path, name: str) -> None:
         stopped, whole = folders
         if train(stopped, name, signal, step).returncode == 0:
             raise RuntimeError(f"{name}: was not stopped")
-        shutil.rmtree(target / "runs" / name, ignore_errors=True)
-        keep = shutil.ignore_patterns(".lock", "log.txt", "report.html", "reward-server.log", "environment.json")
-        shutil.copytree(stopped / "runs" / name, target / "runs" / name, ignore=keep)
+        begun = shutil.copytree(stopped / "runs" / name, Path(room, "begun"), ignore=shutil.ignore_patterns(*LEFT_OUT))
         for folder in folders:
             done = train(folder, name)
             if done.returncode != 0:
@@ -174,7 +175,16 @@ def make(target: Path, name: str) -> None:
         resumed, expected = (Ended.of(folder / "runs" / name) for folder in (stopped, whole))
         if found := differences(expected, resumed.without_stops()):
             raise RuntimeError(f"{name}: is not resumed bitwise: {found}")
+        shutil.rmtree(target / "runs" / name, ignore_errors=True)
+        shutil.copytree(begun, target / "runs" / name)
         resumed.write(target / "ended" / name)
+
+
+def write_data(folder: Path) -> None:
+    write_signs(folder / "prompts", draw_words(4, "train", 2), SIZE, 2, with_targets=False, styled=True)
+    write_signs(folder / "targets", draw_words(4, "train", 1), SIZE, 1, first_id=100)
+    write_signs(folder / "held_out", draw_words(2, "held_out", 3), SIZE, 3, first_id=200)
+    write_edits(folder / "edits", 6, "train", 3)
 
 
 def about(commit: str, target: Path) -> dict[str, Any]:
@@ -183,13 +193,18 @@ def about(commit: str, target: Path) -> dict[str, Any]:
         "commit": commit,
         "src": tree.stdout.strip(),
         "machine": {
-            "processor": platform.machine(),
+            "processor": f"{platform.machine()}, {processor()}",
             "capability": torch.backends.cpu.get_cpu_capability(),
             "python": platform.python_version(),
         },
         "versions": {name: version(name) for name in PACKAGES},
         "arithmetic": digests(target / "bases"),
     }
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
 
 
 def main() -> None:
@@ -201,15 +216,14 @@ def main() -> None:
     if subprocess.run(["git", "diff", "--quiet", given.commit, "--", "src"], cwd=ROOT, check=False).returncode:
         sys.exit(f"src is not that of {given.commit}: make it in a checkout of that commit")
     target = HERE / given.commit
-    if not target.is_dir():
+    file = target / "about.json"
+    if not file.exists():
         write_bases(target / "bases")
-        write_signs(target / "data/prompts", draw_words(4, "train", 2), SIZE, 2, with_targets=False, styled=True)
-        write_signs(target / "data/targets", draw_words(4, "train", 1), SIZE, 1, first_id=100)
-        write_signs(target / "data/held_out", draw_words(2, "held_out", 3), SIZE, 3, first_id=200)
-        write_edits(target / "data/edits", 6, "train", 3)
+        write_data(target / "data")
         (target / ".gitattributes").write_text("* -text\n", encoding="utf-8")  # their bytes are compared
-        facts = json.dumps(about(given.commit, target), indent=2) + "\n"
-        (target / "about.json").write_text(facts, encoding="utf-8")
+        file.write_text(json.dumps(about(given.commit, target), indent=2) + "\n", encoding="utf-8")
+    if json.loads(file.read_text(encoding="utf-8")) != about(given.commit, target):
+        sys.exit(f"{file}: was made on another machine, or with other versions; all runs of a commit need the same")
     for name in given.names:
         make(target, name)
 
