@@ -52,6 +52,7 @@ class GenEvalReward(RewardEntry):
 
     value_range = (-14.0, 1.0)  # "soft" with 16 objects in place of one
     licence = "MIT"
+    unscored = frozenset({"detector_url"})  # its server names the detector
 
     scorer: Literal["geneval"] = "geneval"
     value: Literal["strict", "soft"] = "strict"
@@ -92,9 +93,9 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
     """1 or 0, or the soft value; its detail has both, what is wrong, and the detections."""
 
     def __init__(self, options: GenEvalReward) -> None:
-        o = options
         self._networks: Networks | None = None
-        super().__init__(o, o.value + " " + (f"at {o.detector_url}" if o.detector_url else f"{o.detector}"))
+        super().__init__(options)
+        self._name_detector(f"at {options.detector_url}" if options.detector_url else options.detector)
 
     def load(self, device: str) -> None:
         """Load the networks, or ask the detection server a first time.
@@ -115,7 +116,7 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
         from retouch.rewards.scorers.geneval_networks import Networks
 
         self._networks = Networks(o.detector, o.color_model, device)
-        self.set_revision(f"{o.value} {self._networks.revision}")
+        self._name_detector(self._networks.revision)
 
     def _one(self, item: RewardItem) -> Outcome:
         try:
@@ -137,9 +138,9 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
             value, {"correct": strict, "soft": soft, "problems": problems, "detections": found, "detector": self._name}
         )
 
-    @property
-    def _name(self) -> str:
-        return self.spec.revision.partition(" ")[2]
+    def _name_detector(self, name: str) -> None:
+        self._name = name
+        self.set_revision(f"{self.options.value} {name}")
 
     def _detect(self, pixels: Pixels, threshold: float, clauses: Sequence[Clause]) -> dict[str, list[Detection]]:
         """The objects that count, with the colours that clauses name."""
@@ -192,7 +193,7 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
         except ValueError as error:
             problem = f"{address}: not a list of detections ({error}): {reply.start()}"
             raise ValueError(one_line(problem)) from None
-        self.set_revision(f"{self.options.value} {one_line(detector, most=_MOST_NAME)}")
+        self._name_detector(one_line(detector, most=_MOST_NAME))
         return found
 
 

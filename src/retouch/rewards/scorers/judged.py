@@ -39,6 +39,7 @@ class JudgeEntry(RewardEntry):
     """Options of the rewards of a judge behind an OpenAI-compatible endpoint."""
 
     licence = "of the model"
+    unscored = frozenset({"model", "address", "prompts"})  # the revision names the served model and the questions' text
     cpu_only = "the judge's model runs at the endpoint of `address`; leave device out"
 
     model: str = ""
