@@ -103,7 +103,8 @@ def test_options_without_effect_on_scores_are_one_revision() -> None:
     changes: dict[str, Any] = {
         "concurrency": 3, "timeout_s": 9.0, "requests_per_minute": 7.0, "tokens_per_minute": 7.0, "budget_requests": 4,
         "budget_tokens": 5, "price_in": 1.0, "price_out": 2.0, "budget_dollars": 3.0, "weight": 2.0, "threads": 2,
-        "images_per_forward": 3, "min_group_std": 0.1, "address": "http://127.0.0.1:2/v1",
+        "images_per_forward": 3, "min_group_std": 0.1, "key_header": "api-key",
+        "address": "http://127.0.0.1:2/v1",
     }  # fmt: skip
     for name in REWARDS:
         kind, base = REWARDS[name], options_of(name)
