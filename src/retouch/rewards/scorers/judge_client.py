@@ -181,7 +181,7 @@ class JudgeClient:
         self.timeout_s = timeout_s
         self.is_away = False
         self._served: set[str] = set()
-        self._refused: dict[str, None] = {}  # parameters, in the order in which they were refused
+        self._refused: dict[str, None] = {}  # parameters that the endpoint refused, oldest first
         self._exhausted = False
         self._lock = threading.Lock()
         self._requests = shared_bucket(self.address, "requests", requests_per_minute)
@@ -205,7 +205,7 @@ class JudgeClient:
 
     @property
     def adjusted(self) -> str:
-        """How requests differ from what scorers ask for, because the endpoint refused parameters; "" if they do not."""
+        """Differences of the requests from those of the scorer, because the endpoint refused parameters; "" if none."""
         with self._lock:
             return adjustments(self._refused)
 
@@ -262,8 +262,8 @@ class JudgeClient:
     def _tried(
         self, path: str, deadline: float, body: Mapping[str, Any] | None, read: Callable[[Reply], Found | Problem]
     ) -> Found | Problem:
-        """What `read` finds in the reply to a request, after retries, or the problem of a parameter. Only requests that
-        were answered count against the budget; one without a body is a GET and does not.
+        """The result of `read` on the reply to a request, after retries, or the problem of a parameter. Only requests
+        that were answered count against the budget; one without a body is a GET and does not.
 
         Raises:
             JudgeError: no answer before the deadline, or a problem that a retry would not change.
@@ -298,7 +298,7 @@ class JudgeClient:
     def _attempt(
         self, path: str, deadline: float, body: Mapping[str, Any] | None, read: Callable[[Reply], Found | Problem]
     ) -> Found | Problem:
-        """What `read` finds in the reply to one request, or why there is none."""
+        """The result of `read` on the reply to one request, or why there is none."""
         import httpx
 
         url = f"{self.address}{path}" + (f"?{self._query}" if self._query else "")
@@ -327,7 +327,7 @@ class JudgeClient:
         )
 
     def _leave_out(self, problem: Problem) -> None:
-        """Send no more of a parameter that was refused; warn once."""
+        """Send no more of a parameter that the endpoint refused; warn once."""
         with self._lock:
             known = problem.parameter in self._refused
             self._refused[problem.parameter] = None

@@ -31,7 +31,7 @@ class Problem:
     """Why a reply is no answer.
 
     Attributes:
-        kind: "away" may pass; "unreachable" is an address that accepts no connections; "refused" would be refused
+        kind: "away" may pass; "unreachable" is an address that accepts no connections; "refused" would fail
             again; "exhausted" is an account without quota or credit; "parameter" is a request with a parameter that
             the model does not take.
         wait_s: seconds after which the endpoint allows the next try.
@@ -176,7 +176,7 @@ def fitted(body: Mapping[str, Any], refused: Collection[str]) -> dict[str, Any]:
 
 
 def adjustments(refused: Collection[str]) -> str:
-    """What `fitted` changes, for revisions and messages; "" for nothing."""
+    """The changes that `fitted` makes, for revisions and messages; "" for none."""
     renamed = "max_tokens" in refused and "max_completion_tokens" not in refused
     with_ = {
         "max_completion_tokens for max_tokens": renamed,
@@ -225,7 +225,7 @@ def read_by(read: Callable[[str], Answer], choice: Mapping[str, Any]) -> Answer:
 
     Raises:
         JudgeError: as of `text_of`.
-        ValueError: the problem that `read` found, or there is no text; the message says if the reply was cut.
+        ValueError: the problem that `read` found, or there is no text; the message states it if the reply was cut.
     """
     text, message = text_of(choice), choice["message"]
     thought = next((name for name in ("reasoning_content", "reasoning") if message.get(name)), None)

@@ -82,7 +82,7 @@ class UnifiedRewardScorer(PairScorer[UnifiedRewardReward]):
     def _ask(
         self, prompt: str, images: list[dict[str, Any]], read: Callable[[str], dict[str, float]]
     ) -> dict[str, float]:
-        """What `read` finds in the greedy answer of the judge to images, then the question, as the model was
+        """The result of `read` on the greedy answer of the judge to images, then the question, as the model was
         trained."""
         question = rubric(f"unified_reward_{self.options.form}").replace(PROMPT, prompt)
         content = [*images, {"type": "text", "text": question}]
