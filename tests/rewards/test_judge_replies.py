@@ -152,6 +152,7 @@ REPLIES: dict[str, tuple[int, dict[str, str], Any, Any]] = {
     "reasoning, temperature": (400, {}, TEMPERATURE, Problem("parameter", parameter="temperature")),
     "Gemini, seed": (400, {}, GEMINI_SEED, SEED),
     "Mistral, seed": (422, {}, EXTRA, SEED),
+    "DeepSeek, seed": (400, {}, error("This model does not support the parameter seed"), SEED),
     "OpenAI, top_k": (
         400, {}, error("Unrecognized request argument supplied: top_k"), Problem("parameter", parameter="top_k"),
     ),

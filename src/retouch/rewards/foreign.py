@@ -133,7 +133,7 @@ def fetch(client: httpx.Client, method: str, url: str, deadline: float, body: Ma
     with client.stream(method, url, json=body, timeout=_timeout(left), headers=headers) as response:
         coding = response.headers.get("content-encoding", "identity")
         if coding.strip().lower() != "identity" and response.status_code != 200:
-            return Reply(response.status_code, response.headers, b"")  # a proxy's page: its status says enough
+            return Reply(response.status_code, response.headers, b"")  # the status of a proxy's page suffices
         if coding.strip().lower() != "identity":
             raise BrokenReply(f"the reply is compressed ({coding[:20]}), which was not requested")
         received = bytearray()

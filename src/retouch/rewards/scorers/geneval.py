@@ -20,7 +20,7 @@ from pydantic import model_validator
 
 from retouch import plain_json
 from retouch.config.base import Positive, Text
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, RewardOutage
 from retouch.rewards.addresses import base_url, is_local
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.foreign import BrokenReply, fetch, one_line
@@ -39,6 +39,7 @@ from retouch.rewards.scorers.geneval_verdict import (
     soft_value,
     verdict,
 )
+from retouch.rewards.scorers.judge_replies import problem_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -102,13 +103,15 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
 
         Raises:
             ConfigError: transformers is missing, no such models, or no detection server.
+            RewardOutage: the detection server does not answer at the moment.
         """
         o = self.options
         if o.detector_url is not None:
             try:
                 self._served(Image.new("RGB", (64, 64), "#999"), THRESHOLD, {"bench": 1})
             except (_Unreachable, ValueError) as error:
-                raise ConfigError(
+                kind = RewardOutage if isinstance(error, _Unreachable) else ConfigError
+                raise kind(
                     f"reward 'geneval': detector_url: {error}; start the server (examples/geneval_detector.py), or "
                     "leave detector_url out"
                 ) from None
@@ -187,7 +190,7 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
             raise _Unreachable(one_line(f"{address}: {type(error).__name__} {error}")) from None
         if reply.status != 200:
             message = one_line(f"{address}: HTTP {reply.status}: {reply.start()}")
-            raise _Unreachable(message) if reply.status >= 500 else ValueError(message)
+            raise _Unreachable(message) if problem_of(reply).kind == "away" else ValueError(message)
         try:
             detector, found = read_detections(reply.body)
         except ValueError as error:

@@ -153,7 +153,8 @@ def _parameter(reply: Reply, told: str, sent: Collection[str]) -> str:
     param = re.search(r'"param"\s*:\s*"([a-z_]+)', told)
     if param and param[1] in sent:
         return param[1] if param[1] in ADJUSTABLE else ""
-    places = {name: found.start() for name in sent if (found := re.search(rf"\b{name}\b", told))}
+    named = [name for name in sent if name != "model"]  # a word of most refusals
+    places = {name: found.start() for name in named if (found := re.search(rf"\b{name}\b", told))}
     first = min(places, key=lambda name: places[name], default="")
     return first if first in ADJUSTABLE else ""
 
