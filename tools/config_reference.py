@@ -70,6 +70,8 @@ HEAD = f"""# Configuration
 A run is one YAML file. These pages list every key; this page has the top level.
 
 - **Overrides.** A dotted name on the command line replaces any key: `retouch train RUN.yaml rollout.group_size=4`.
+  `rewards.NAME={{…}}` and `rewards={{…}}` add rewards; `rewards.NAME.KEY=` changes a reward of the run, and is an error
+  for another.
 - **Variables.** `${{VAR}}` and `${{VAR:-default}}` are replaced by environment variables.
 - **Validation.** `retouch check RUN.yaml` validates a file without loading models and prints the derived numbers. An
   unknown key is an error that names the nearest valid key.

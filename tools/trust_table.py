@@ -303,6 +303,14 @@ FINDINGS = {
         "observe/test_run_dir.py",
         "test_what_is_no_file_is_not_waited_for",
     ),
+    "An error within a reply of status 200, or a judge that was loading, ended a run as wrong usage": (
+        "rewards/test_judge_replies.py",
+        "test_an_outage_at_the_start_is_no_wrong_usage",
+    ),
+    "Two different verdicts in one answer of a judge": (
+        "rewards/test_judge_replies.py",
+        "test_verdicts_that_are_none",
+    ),
     "An override of 5,000 nested keys ended in a traceback": ("test_bad_input.py", "test_overrides_that_are_none"),
     "Labels with a number that no float holds ended in a traceback": (
         "rewards/test_probe.py",

@@ -61,6 +61,52 @@ def first_object(text: str) -> dict[str, Any]:
         raise ValueError(f"not JSON: {error}") from None
 
 
+_MOST_BRACES = 100
+"""Braces of a text at which an object is looked for: each may take the time of the whole text."""
+
+
+def only_object(text: str) -> dict[str, Any]:
+    """The one JSON object in an answer of a language model: alone, in a code fence, or amid prose. It may be repeated;
+    its strings may hold line breaks.
+
+    Raises:
+        ValueError: none, two different ones, a key twice with different values, or as of `loads`.
+    """
+    decoder = json.JSONDecoder(strict=False, object_pairs_hook=_without_doubles)
+    found: list[dict[str, Any]] = []
+    problem, at, tries = "", text.find("{"), 0
+    while at >= 0 and tries < _MOST_BRACES:
+        tries += 1
+        try:
+            value, end = decoder.raw_decode(text, at)
+            found += [value] if value not in found else []
+        except RecursionError:
+            raise ValueError("nested too deep") from None
+        except _Doubled:
+            raise
+        except ValueError as error:
+            problem, end = problem or str(error), at + 1
+        at = text.find("{", end)
+    if at >= 0:
+        raise ValueError(f"over {_MOST_BRACES} braces around JSON objects")
+    if len(found) != 1:
+        several = f"{len(found)} different JSON objects" if found else f"no JSON object: {problem or repr(text[:60])}"
+        raise ValueError(several)
+    return _whole(found[0], text)
+
+
+class _Doubled(ValueError):
+    """A key that is there twice with different values."""
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if found.setdefault(key, value) != value:
+            raise _Doubled(f"{key[:80]} is given twice, with different values")
+    return found
+
+
 def _whole(value: Any, text: str) -> Any:
     """The value of a text, if its strings can be written as UTF-8."""
     suspected = _HALF.search(text) or not _is_utf8(text)

@@ -14,6 +14,7 @@ from retouch.config import ConfigError, RunConfig, dump_run, load_run, parse_run
 from retouch.config.load import overlaid, read_yaml
 
 from .conftest import BASE, REPOSITORY, TINY
+from .leaves import leaves
 
 RunWith = Callable[..., RunConfig]
 
@@ -331,6 +332,66 @@ def test_a_reward_that_is_not_there_cannot_be_taken_away(rewards: str, written: 
     )
     with pytest.raises(ConfigError, match=r"^rewards\.read: given null, which takes a reward away"):
         load_run(written(alone=BELOW), ["rewards.read="])
+
+
+NO_REWARD = {
+    "rewards.vlm.weight=0.5": "known: ocr; to add it, set 'rewards.vlm={weight: 0.5}'",
+    "rewards.vlm.url=http://a:1": "known: ocr; to add it, set 'rewards.vlm={url: http://a:1}'",
+    "rewards.orc.weight=2": "did you mean 'ocr'?; to add it, set 'rewards.orc={scorer: NAME, weight: 2}'",
+    "rewards.read.scorer=ocr": "known: ocr; to add it, set 'rewards.read={scorer: ocr}'",
+    "rewards.vlm.a.b={c: 1}": "known: ocr; to add it, set 'rewards.vlm={a: {b: {c: 1}}}'",
+}
+
+
+@pytest.mark.parametrize("override", NO_REWARD)
+def test_an_option_of_a_reward_that_the_run_does_not_have_is_refused(override: str) -> None:
+    """It added the reward with its defaults: of `vlm`, a network of 7 billion weights in the training process."""
+    key, _, value = override.partition("=")
+    message = f"{key}: given {value}, but the run has no reward {key.split('.')[1]!r}; {NO_REWARD[override]}"
+    for run in (lambda: parse_run(BASE, [override]), lambda: parse_run(overlaid(BASE, {key: value}))):
+        with pytest.raises(ConfigError) as caught:
+            run()
+        assert str(caught.value) == message
+    with pytest.raises(ConfigError, match="; it has none; to add it, set "):
+        parse_run({**BASE, "rewards": None}, [override])
+    with pytest.raises(ConfigError, match="but the run has no reward 'ocr'"):
+        parse_run(BASE, ["rewards.preservation={}", "rewards.ocr=null", "rewards.ocr.weight=1"])
+
+
+def test_a_whole_entry_adds_a_reward_which_then_takes_options() -> None:
+    for overrides in (
+        ["rewards.vlm={}", "rewards.vlm.weight=0.5"],
+        ["rewards={vlm: {weight: 2}}", "rewards.vlm.weight=0.5"],
+    ):
+        assert parse_run(BASE, overrides).rewards["vlm"].weight == 0.5
+    merged = overlaid(BASE, {"rewards.vlm": {}, "rewards.vlm.weight": 0.5, "rewards.ocr.weight": 2})
+    assert {name: one.weight for name, one in parse_run(merged).rewards.items()} == {"ocr": 2, "vlm": 0.5}
+    assert parse_run(overlaid(BASE, {"rewards": {"vlm": {"weight": 0.5}}})).rewards["vlm"].weight == 0.5
+
+
+def test_rewards_is_the_only_table_of_sections_of_a_run_file() -> None:
+    """An option of an entry that does not exist is refused for rewards; another table needs the same."""
+    tables = {leaf.key.partition(".*")[0] for leaf in leaves(RunConfig) if ".*." in leaf.key}
+    assert tables == {"rewards"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("evaluation.data.path=x", "run: evaluation.data: the kind is missing; set evaluation.data.format"),
+        ("warmup_data.path=x", "run: warmup_data: the kind is missing; set warmup_data.format"),
+        ("plugins.0=x", "run: plugins: given {'0': 'x'}; input should be a valid list"),
+        ("rewards.ocr.url.0=http://a:1", "run: rewards.ocr.url: given {'0': 'http://a:1'}; set null "),
+    ],
+)
+def test_a_dotted_key_makes_no_section_unseen(override: str, message: str) -> None:
+    """Of optional sections only those are made whose every key has a default (`ema.decay=0.9`)."""
+    with pytest.raises(ConfigError) as caught:
+        parse_run(BASE, [override])
+    assert str(caught.value).startswith(message)
+    assert parse_run(BASE, ["ema.decay=0.9"]).ema is not None
+    window = parse_run(BASE, ["rollout.window.size=1"]).rollout.window
+    assert window is not None and window.size == 1
 
 
 def test_options_of_a_reward_may_be_null(written: Callable[..., Path]) -> None:

@@ -31,16 +31,18 @@ PAGE = REPOSITORY / "docs" / "rewards.md"
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_curl_request_gets_the_reply_shown(tmp_path: Path) -> None:
+def test_the_curl_requests_get_the_replies_shown(tmp_path: Path) -> None:
     write_signs(tmp_path, draw_words(1, "train", 0), (32, 64), 0)
     assert (tmp_path / "self_bench.txt").read_text().startswith("0-KIGE")  # the word of the page
-    [command], [shown] = blocks(PAGE, "bash"), blocks(PAGE, "json")
+    commands, replies = blocks(PAGE, "bash"), blocks(PAGE, "json")
+    assert len(commands) == len(replies) == 2
     with serving({"ocr": OcrReward(threads=1).make(), "preservation": PreservationReward().make()}) as url:
-        asked = command.replace("http://127.0.0.1:8000", url)
-        assert asked != command
-        done = subprocess.run(["sh", "-c", asked], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert shape(json.loads(done.stdout)) == shape(json.loads(shown))
+        for command, shown in zip(commands, replies, strict=True):
+            asked = command.replace("http://127.0.0.1:8000", url)
+            assert asked != command
+            done = subprocess.run(["sh", "-c", asked], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stderr
+            assert shape(json.loads(done.stdout)) == shape(json.loads(shown))
 
 
 def shape(value: Any) -> Any:

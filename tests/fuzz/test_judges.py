@@ -31,7 +31,8 @@ from retouch.rewards.scorers.complex_edit import (
     read_published,
 )
 from retouch.rewards.scorers.geneval_verdict import relations
-from retouch.rewards.scorers.judge_client import Budget, JudgeClient, JudgeError
+from retouch.rewards.scorers.judge_client import Budget, BudgetSpent, JudgeClient, JudgeError
+from retouch.rewards.scorers.judge_replies import text_of
 from retouch.rewards.scorers.judged import read_integers
 from retouch.rewards.scorers.knowledge_graph import read_checklist, read_graph
 from retouch.rewards.scorers.openai_judge import expectation
@@ -47,6 +48,10 @@ READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "complex_edit": (
         lambda text: read_integers(text, ["following", "preservation"], 10, ["reasoning"]),
         json.dumps({"following": 7, "preservation": 10, "reasoning": "fine"}),
+    ),
+    "amid_prose": (
+        lambda text: read_integers(text, ["following"], 10),
+        '<think>{7}</think>So: ```json\n{"following": "7.0"}\n``` {or {"following": "7.0"}',
     ),
     "complex_edit_published": (
         lambda text: _read_as_text(text, ["following"], ["reasoning"]),
@@ -150,19 +155,25 @@ CHAT: dict[str, Any] = {
 }
 
 
-def _ask(body: bytes, model: str) -> None:
+REFUSED: dict[str, Any] = {
+    "error": {"message": "'seed' is not supported; insufficient_quota", "param": "seed", "code": 400},
+    "choices": [{"message": {"content": [{"type": "text", "text": "<think>7"}]}, "error": {"code": 429}}],
+}
+
+
+def _ask(body: bytes, model: str, status: int = 200) -> None:
     """A question to an endpoint that answers with this body, and what its scorers do with the answer."""
     asked: list[bytes] = []
 
     def reply(request: httpx.Request) -> httpx.Response:
         asked.append(request.read())
-        return httpx.Response(200, content=body)
+        return httpx.Response(status, content=body)
 
-    judge = JudgeClient("http://127.0.0.1:1/v1", model, Budget(tokens=10**6), timeout_s=0.2)
+    judge = JudgeClient("http://127.0.0.1:1/v1", model, Budget(tokens=10**6), timeout_s=0.02)
     judge._http = httpx.Client(transport=httpx.MockTransport(reply))  # pyright: ignore[reportPrivateUsage]
     choice = judge.ask([{"role": "user", "content": "?"}])
     judge.served.encode()
-    text = str(choice["message"].get("content"))
+    text = text_of(choice)
     judge.ask([{"role": "assistant", "content": text}])  # as where an answer is complained about
     try:
         top: list[Any] = choice["logprobs"]["content"][0]["top_logprobs"]
@@ -174,11 +185,14 @@ def _ask(body: bytes, model: str) -> None:
 
 @fuzzed
 @given(
-    st.one_of(changed([CHAT]).map(lambda value: json.dumps(value).encode()), blobs([json.dumps(CHAT).encode()])),
+    st.one_of(
+        changed([CHAT, REFUSED]).map(lambda value: json.dumps(value).encode()), blobs([json.dumps(CHAT).encode()])
+    ),
     st.sampled_from(["judge", "auto"]),
+    st.sampled_from([200, 200, 200, 400, 429]),
 )
-def test_endpoints(body: bytes, model: str) -> None:
-    attempt("replies of a judge's endpoint", lambda: _ask(body, model), JudgeError)
+def test_endpoints(body: bytes, model: str, status: int) -> None:
+    attempt("replies of a judge's endpoint", lambda: _ask(body, model, status), JudgeError, BudgetSpent)
 
 
 DETECTIONS: dict[str, Any] = {

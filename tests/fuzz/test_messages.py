@@ -39,6 +39,16 @@ REQUEST = {
         {"id": "b", "prompt": "", "image": base64.b64encode(_png()).decode()},
     ],
 }
+PLAIN = {
+    "image": base64.b64encode(_png()).decode(),
+    "prompt": "a",
+    "text": "a",
+    "mask": None,
+    "metadata": {"caption": "b"},
+    "vlm_weight": 0,
+    "ocr_weight": 0.0,
+    "r_weight": 0.5,
+}
 FORM = (
     b'--x\r\ncontent-disposition: form-data; name="manifest"\r\ncontent-type: application/json\r\n\r\n'
     + json.dumps(REQUEST | {"items": [{"id": 1, "prompt": "a", "image": "p"}]}).encode()
@@ -60,6 +70,8 @@ def server() -> Iterator[TestClient]:
     with TestClient(create_app({"r": Brightness()}), raise_server_exceptions=True) as client:
         reply = client.post("/score", json=REQUEST)
         assert reply.status_code == 200, reply.text
+        plain = client.post("/score", json=PLAIN).json()
+        assert plain["combined_score"] == 0.5 * plain["r_score"]
         yield client
 
 
@@ -74,7 +86,7 @@ def _answered(server: TestClient, body: bytes, kind: str) -> Callable[[], None]:
 
 @fuzzed
 @given(
-    st.one_of(blobs([FORM, json.dumps(REQUEST).encode()])),
+    st.one_of(blobs([FORM, json.dumps(REQUEST).encode(), json.dumps(PLAIN).encode()])),
     st.sampled_from(["application/json", "multipart/form-data; boundary=x"]),
 )
 def test_bodies(server: TestClient, body: bytes, kind: str) -> None:
@@ -82,7 +94,7 @@ def test_bodies(server: TestClient, body: bytes, kind: str) -> None:
 
 
 @fuzzed
-@given(changed([REQUEST]))
+@given(changed([REQUEST, PLAIN]))
 def test_requests(server: TestClient, request_: Any) -> None:
     attempt("HTTP bodies, structure", _answered(server, json.dumps(request_).encode(), "application/json"))
 

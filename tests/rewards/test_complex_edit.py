@@ -201,7 +201,7 @@ def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None
         make_scorer("complex_edit", options)
 
 
-@pytest.mark.parametrize("value", ["true", "3.0", "-1", "11", '"3"', "null"])
+@pytest.mark.parametrize("value", ["true", "3.5", "-1", "11", '"3.5"', "null"])
 def test_only_integers_in_range_are_scores(value: str) -> None:
     with pytest.raises(ValueError, match="a must be an integer from 0 to 10"):
         read_integers(f'{{"a": {value}}}', ["a"], 10)

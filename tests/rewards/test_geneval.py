@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from retouch.config import ConfigError
+from retouch.errors import RewardOutage
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.geneval_verdict import CLASSES, COLORS
 from retouch.types import Failure, Score
@@ -84,12 +85,15 @@ def test_failures_are_typed(example: ModuleType) -> None:
         raise RuntimeError("no memory")
 
     unknown = [{"class": "unicorn", "score": 0.8, "box": [0, 0, 4, 5]}]
-    for detect, code in ((broken, "unavailable"), (lambda *given: unknown, "scorer_error")):
+    for detect, code, at_start in (
+        (broken, "unavailable", RewardOutage),
+        (lambda *given: unknown, "scorer_error", ConfigError),
+    ):
         with served(example, detect) as url:
             scorer = make_scorer("geneval", {"detector_url": url, "timeout_s": 5.0})
             (outcome,) = score_checked(scorer, [item(0, metadata=TWO_DOGS)])
             assert isinstance(outcome, Failure) and outcome.code == code
-            with pytest.raises(ConfigError, match=r"detector_url: .*; start the server \(examples/geneval_detector.py"):
+            with pytest.raises(at_start, match=r"detector_url: .*; start the server \(examples/geneval_detector.py"):
                 scorer.load("cpu")
     assert values(score_checked(scorer, [item(0, metadata={"tag": "colours"})])) == ["bad_item"]
     assert values(score_checked(scorer, [item(0, metadata=TWO_DOGS)])) == ["unavailable"]  # it is gone

@@ -117,7 +117,7 @@ def test_variants_of_a_token_are_summed_and_other_words_are_not() -> None:
 
 
 NO_VERDICTS = ["", "5", "[]", '{"score": 3}', '{"score": 3, "reason": "", "x": 1}'] + [
-    f'{{"score": {score}, "reason": ""}}' for score in ("3.0", "true", "6", "-1", '"3"', "null")
+    f'{{"score": {score}, "reason": ""}}' for score in ("3.5", "true", "6", "-1", '"3.5"', '"three"', "null")
 ]
 
 

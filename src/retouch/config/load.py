@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
@@ -16,12 +17,13 @@ from pydantic import ValidationError
 
 from retouch.config import yaml12
 from retouch.config.base import Section
-from retouch.config.errors import ConfigError, explain, field_annotation, models_of
+from retouch.config.errors import ConfigError, explain, field_annotation, models_of, nearest
 from retouch.config.presets import section_of
 from retouch.config.run import RunConfig
 from retouch.disk import is_file
 from retouch.families import DEFAULT_FAMILY
 from retouch.registry import import_plugins
+from retouch.rewards import REWARDS
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +62,14 @@ def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     are equivalent.
 
     Raises:
-        ConfigError: a key set twice or below a value, or what cannot be laid over.
+        ConfigError: a key set twice or below a value, an option of a reward that does not exist, or what cannot be laid
+            over.
     """
     below, above = with_new_names(run), with_new_names(_nested(changes))
+    rewards = {*section_of(below, "rewards"), *section_of(changes, "rewards")}
+    rewards |= {key.removeprefix("rewards.") for key in changes if key.count(".") == 1}
+    for key, value in changes.items():
+        _require_reward(key.split("."), str(value), rewards)
     _check_family(below, above)
     return _overlay(below, above)
 
@@ -207,8 +214,29 @@ def _overlay(below: Mapping[str, Any], above: Mapping[str, Any], key: tuple[str,
     return merged
 
 
-def _is_reward(key: tuple[str, ...]) -> bool:
+def _is_reward(key: Sequence[str]) -> bool:
     return len(key) == 2 and key[0] == "rewards"
+
+
+def _require_reward(path: Sequence[str], value: str, rewards: Collection[str]) -> None:
+    """Reject an option of a reward that the run does not have: the option would add the reward with its defaults, of
+    which some load a network of many gigabytes.
+
+    Args:
+        path: dotted key of the option.
+        rewards: names of the rewards of the run.
+    """
+    if len(path) < 3 or not _is_reward(path[:2]) or path[1] in rewards:
+        return
+    name, *inner = path[1:]
+    entry = " ".join(f"{{{key}:" for key in inner) + f" {value.strip()}" + "}" * len(inner)
+    if name not in REWARDS and inner[0] != "scorer":
+        entry = "{scorer: NAME, " + entry[1:]
+    close = nearest(name, rewards) if rewards else "it has none"
+    raise ConfigError(
+        f"{'.'.join(path)}: given {value.strip()}, but the run has no reward {name!r}; {close}; to add it, set "
+        f"{shlex.quote(f'rewards.{name}={entry}')}"
+    )
 
 
 def _without_null(rewards: Mapping[str, Any]) -> None:
@@ -283,6 +311,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
     if len(path) > yaml12.MAX_DEPTH:
         raise ConfigError(f"override {override[:80]!r} ...: nested deeper than {yaml12.MAX_DEPTH} levels")
     path = _new_path(path)
+    _require_reward(path, text, section_of(data, "rewards"))
     node = data
     for part in path[:-1]:
         child = node.get(part)
@@ -297,7 +326,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
         raise ConfigError(
             f"override {override!r}: the value is not valid YAML: {' '.join(str(error).split())}"
         ) from None
-    if value is None and _is_reward(tuple(path)):
+    if value is None and _is_reward(path):
         _take_away(node, path[-1])
         return
     if path == ["rewards"] and isinstance(value, dict):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
-from urllib.parse import urlsplit
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from urllib.parse import parse_qsl, urlsplit
 
 from retouch.errors import ConfigError
 
@@ -35,16 +38,40 @@ def base_url(url: str) -> str:
     return url.rstrip("/")
 
 
+_SECRET = re.compile("key|token|secret|password|signature|^sig$|^code$", re.IGNORECASE)
+
+
+def base_and_query(url: str) -> tuple[str, str]:
+    """The address of an endpoint, and the query of each of its requests, like Azure's `api-version=...`; "" if none.
+
+    Raises:
+        ValueError: as of `base_url`, or the query has a key, which would be logged.
+    """
+    before, mark, query = url.partition("?")
+    secret = next((name for name, _ in parse_qsl(query) if _SECRET.search(name)), None)
+    if secret is not None:
+        raise ValueError(f"the query of {urlsplit(before).hostname} holds {secret}; give the key in the environment")
+    if mark and not (query and query.isascii() and query.isprintable() and not set(query) & set(' #?"<>')):
+        raise ValueError(f"{url!r} has an empty or broken query; write it as ?name=value")
+    return base_url(before), query
+
+
 def is_local(url: str) -> bool:
     """Whether an address is on this machine: its traffic must not pass a proxy of the environment."""
     return urlsplit(url).hostname in LOOPBACK
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float:
-    """Retry-After of a reply in seconds; 0 for a date or an invalid value."""
+    """Retry-After of a reply in seconds, which may be given in milliseconds or as a date; 0 for an invalid value."""
+    for name, unit in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        try:
+            return max(0.0, float(headers[name]) * unit)
+        except (KeyError, ValueError):
+            continue
     try:
-        return max(0.0, float(headers.get("retry-after") or 0.0))
-    except ValueError:
+        now = parsedate_to_datetime(headers["date"]) if "date" in headers else datetime.now(UTC)
+        return max(0.0, (parsedate_to_datetime(headers["retry-after"]) - now).total_seconds())
+    except (KeyError, TypeError, ValueError):  # one of the dates may be without its zone
         return 0.0
 
 
@@ -66,11 +93,20 @@ def reward_token() -> str | None:
     Raises:
         ConfigError: it cannot be sent; the message does not show it.
     """
-    token = os.environ.get(TOKEN_VARIABLE, "")
+    return secret_of(TOKEN_VARIABLE)
+
+
+def secret_of(variable: str) -> str | None:
+    """The token in an environment variable; None without one.
+
+    Raises:
+        ConfigError: it cannot be sent; the message does not show it.
+    """
+    token = os.environ.get(variable, "")
     try:
         return usable_token(token) if token.strip() else None
     except ValueError as error:
-        raise ConfigError(f"{TOKEN_VARIABLE}: {error}; set it again (its value is not shown)") from None
+        raise ConfigError(f"{variable}: {error}; set it again (its value is not shown)") from None
 
 
 def name_of(host: str) -> str:

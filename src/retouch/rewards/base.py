@@ -6,6 +6,8 @@ returns. The file imports without torch; a scorer imports its libraries in `load
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,9 +34,9 @@ NO_NETWORK = "this scorer has no network and runs on the CPU; leave device out"
 UNSCORED = (
     "weight", "gradient_weight", "role", "transform", "noise", "min_group_std", "url", "device", "threads",
     "images_per_forward", "concurrency", "timeout_s", "requests_per_minute", "tokens_per_minute", "budget_requests",
-    "budget_tokens", "budget_dollars", "price_in", "price_out",
+    "budget_tokens", "budget_dollars", "price_in", "price_out", "key_header",
 )  # fmt: skip
-"""Keys of an entry that do not change its scores."""
+"""Keys of an entry that do not change its scores, of every scorer."""
 
 
 class RewardEntry(Section):
@@ -51,6 +53,9 @@ class RewardEntry(Section):
     """Whether the scorer has `values`: scores with a gradient with respect to the pixels."""
     scores_edits: ClassVar[bool] = False
     """Whether it scores edits: examples without the source image that it needs are then not sampled."""
+    unscored: ClassVar[frozenset[str]] = frozenset()
+    """Options of the scorer that do not change its scores, in addition to `UNSCORED`, or whose content its revision
+    names; two values of any other option are two revisions."""
     cpu_only: ClassVar[str | None] = None
     """Why the scorer ignores `device`, and the remedy; None if it computes on it."""
 
@@ -150,6 +155,14 @@ class RewardEntry(Section):
     def scorer_options(self) -> dict[str, Any]:
         """The options of the scorer, without those that every entry has."""
         return {name: getattr(self, name) for name in self.own_options()}
+
+    def options_digest(self) -> str:
+        """Digest of the scorer's options that change its scores and are not at their default; "" if all are."""
+        names = [name for name in self.own_options() if name not in {*UNSCORED, *self.unscored, "scorer"}]
+        defaults = {name: type(self).model_fields[name].get_default(call_default_factory=True) for name in names}
+        changed = [name for name in names if getattr(self, name) != defaults[name]]
+        text = json.dumps(self.model_dump(mode="json", include=set(changed)), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest() if changed else ""
 
     def check(self, run: RunConfig, key: str = "") -> None:
         """Check the entry against the run; `key` is "rewards.NAME".
@@ -307,8 +320,10 @@ class PackageScorer(Generic[Options]):
         self.set_revision(revision)
 
     def set_revision(self, revision: str) -> None:
-        """Describe the scorer by its options; `revision` names everything that its scores depend on."""
+        """Describe the scorer by its options; `revision` names everything else that its scores depend on."""
         o = self.options
+        options = f" options {digest}" if (digest := o.options_digest()) else ""
+        revision = revision.removesuffix(options) + options  # a scorer may extend its own revision
         self.spec = ScorerSpec(o.spec_name, o.value_range, o.required_images(), revision, o.licence)
 
     def load(self, device: str) -> None:

@@ -132,6 +132,8 @@ def fetch(client: httpx.Client, method: str, url: str, deadline: float, body: Ma
     headers = {"Accept-Encoding": "identity"}
     with client.stream(method, url, json=body, timeout=_timeout(left), headers=headers) as response:
         coding = response.headers.get("content-encoding", "identity")
+        if coding.strip().lower() != "identity" and response.status_code != 200:
+            return Reply(response.status_code, response.headers, b"")  # the status of a proxy's page suffices
         if coding.strip().lower() != "identity":
             raise BrokenReply(f"the reply is compressed ({coding[:20]}), which was not requested")
         received = bytearray()

@@ -31,7 +31,7 @@ FAILURE_CODES = {
     "quarantined": "the worker ended every time it scored this item alone; the item is not scored again",
     "refused": "the server rejects the request and would again (a wrong token, too large, not of the protocol)",
     "low_mass": "the judge gave its score tokens too little probability: it answered something else",
-    "budget_spent": "the judge's budget of requests, tokens or money is spent",
+    "budget_spent": "the judge's budget of requests, tokens or money is spent, or its account has no quota left",
     "bad_reply": "the reply broke the protocol (missing, double or unknown items, NaN, a wrong type)",
 }
 

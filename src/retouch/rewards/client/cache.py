@@ -87,7 +87,7 @@ class ScoreCache:
 
 def cache_key(item: RewardItem, reward: str, revision: str) -> bytes:
     """Digest of everything that a score depends on: pixels and their shapes, prompt, metadata, the reward, and its
-    revision, which covers the options of the scorer."""
+    revision, which covers the options of the scorer (`PackageScorer.set_revision`)."""
     digest = hashlib.blake2b(digest_size=20)
     text = json.dumps([reward, revision, item.prompt, dict(item.metadata)], sort_keys=True)
     digest.update(text.encode())

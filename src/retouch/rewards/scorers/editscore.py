@@ -21,6 +21,7 @@ from retouch.errors import shown
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
 from retouch.rewards.scorers.judge_client import image_part, is_openai
+from retouch.rewards.scorers.judge_replies import read_by
 from retouch.rewards.scorers.judged import AnswerError, JudgeEntry, JudgeScorer, whole
 from retouch.types import Failure, Outcome, Score
 
@@ -90,7 +91,7 @@ class EditScoreScorer(JudgeScorer[EditScoreReward]):
             seed = _SEED + number + attempt * self.options.passes
             choice = self.judge.ask([{"role": "user", "content": content}], seed=seed, **options)
             try:
-                return read_scores(str(choice["message"].get("content")))
+                return read_by(read_scores, choice)
             except ValueError as error:
                 problem = str(error)
         raise AnswerError(f"no scores in {_TRIES} answers: {problem}")

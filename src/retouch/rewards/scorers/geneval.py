@@ -20,7 +20,7 @@ from pydantic import model_validator
 
 from retouch import plain_json
 from retouch.config.base import Positive, Text
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, RewardOutage
 from retouch.rewards.addresses import base_url, is_local
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.foreign import BrokenReply, fetch, one_line
@@ -39,6 +39,7 @@ from retouch.rewards.scorers.geneval_verdict import (
     soft_value,
     verdict,
 )
+from retouch.rewards.scorers.judge_replies import problem_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class GenEvalReward(RewardEntry):
 
     value_range = (-14.0, 1.0)  # "soft" with 16 objects in place of one
     licence = "MIT"
+    unscored = frozenset({"detector_url"})  # its server names the detector
 
     scorer: Literal["geneval"] = "geneval"
     value: Literal["strict", "soft"] = "strict"
@@ -92,22 +94,24 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
     """1 or 0, or the soft value; its detail has both, what is wrong, and the detections."""
 
     def __init__(self, options: GenEvalReward) -> None:
-        o = options
         self._networks: Networks | None = None
-        super().__init__(o, o.value + " " + (f"at {o.detector_url}" if o.detector_url else f"{o.detector}"))
+        super().__init__(options)
+        self._name_detector(f"at {options.detector_url}" if options.detector_url else options.detector)
 
     def load(self, device: str) -> None:
         """Load the networks, or ask the detection server a first time.
 
         Raises:
             ConfigError: transformers is missing, no such models, or no detection server.
+            RewardOutage: the detection server does not answer at the moment.
         """
         o = self.options
         if o.detector_url is not None:
             try:
                 self._served(Image.new("RGB", (64, 64), "#999"), THRESHOLD, {"bench": 1})
             except (_Unreachable, ValueError) as error:
-                raise ConfigError(
+                kind = RewardOutage if isinstance(error, _Unreachable) else ConfigError
+                raise kind(
                     f"reward 'geneval': detector_url: {error}; start the server (examples/geneval_detector.py), or "
                     "leave detector_url out"
                 ) from None
@@ -115,7 +119,7 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
         from retouch.rewards.scorers.geneval_networks import Networks
 
         self._networks = Networks(o.detector, o.color_model, device)
-        self.set_revision(f"{o.value} {self._networks.revision}")
+        self._name_detector(self._networks.revision)
 
     def _one(self, item: RewardItem) -> Outcome:
         try:
@@ -137,9 +141,9 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
             value, {"correct": strict, "soft": soft, "problems": problems, "detections": found, "detector": self._name}
         )
 
-    @property
-    def _name(self) -> str:
-        return self.spec.revision.partition(" ")[2]
+    def _name_detector(self, name: str) -> None:
+        self._name = name
+        self.set_revision(f"{self.options.value} {name}")
 
     def _detect(self, pixels: Pixels, threshold: float, clauses: Sequence[Clause]) -> dict[str, list[Detection]]:
         """The objects that count, with the colours that clauses name."""
@@ -186,13 +190,13 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
             raise _Unreachable(one_line(f"{address}: {type(error).__name__} {error}")) from None
         if reply.status != 200:
             message = one_line(f"{address}: HTTP {reply.status}: {reply.start()}")
-            raise _Unreachable(message) if reply.status >= 500 else ValueError(message)
+            raise _Unreachable(message) if problem_of(reply).kind == "away" else ValueError(message)
         try:
             detector, found = read_detections(reply.body)
         except ValueError as error:
             problem = f"{address}: not a list of detections ({error}): {reply.start()}"
             raise ValueError(one_line(problem)) from None
-        self.set_revision(f"{self.options.value} {one_line(detector, most=_MOST_NAME)}")
+        self._name_detector(one_line(detector, most=_MOST_NAME))
         return found
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from PIL import Image
 from pydantic import Field
 
 from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
-from retouch.rewards.protocol import Pixels, RewardItem, ScorerSpec
+from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.types import Score
 
 _MOST = 256.0  # one pixel is a file of some 630 bytes, most of them headers: 210 times its 24 bits
@@ -35,9 +36,7 @@ class JpegSizeScorer(PackageScorer[JpegSizeReward]):
 
     def __init__(self, options: JpegSizeReward) -> None:
         super().__init__(options)
-        span = (0.0, _MOST) if options.incompressible else (-_MOST, 0.0)
-        revision = f"1 quality={options.quality} incompressible={options.incompressible}"
-        self.spec = ScorerSpec("jpeg_size", span, frozenset(), revision, options.licence)
+        self.spec = replace(self.spec, range=(0.0, _MOST) if options.incompressible else (-_MOST, 0.0))
 
     def _one(self, item: RewardItem) -> Score:
         count = jpeg_bytes(item.image, self.options.quality)

@@ -13,18 +13,23 @@ import os
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from PIL import Image
 
-from retouch.rewards.addresses import base_url, is_local, retry_after_s
+from retouch.rewards.addresses import base_and_query, is_local, secret_of
 from retouch.rewards.foreign import BrokenReply, Reply, fetch, no_cookies, one_line
 from retouch.rewards.protocol import Pixels
+from retouch.rewards.scorers.judge_replies import JudgeError as JudgeError
+from retouch.rewards.scorers.judge_replies import Problem, adjustments, completion, fitted, listed
 
 logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 Encoding = Literal["png", "jpeg"]
 
@@ -32,23 +37,14 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 AUTO = "auto"
 DEFAULT_MODEL = "gpt-4o-2024-11-20"
 """Model of AUTO at OpenAI: the judge of the published Complex-Edit scores."""
-_RETRY_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _MOST_SERVED = 16  # names of the served model; more would mean that the name changes with every reply
 _MOST_NAME = 200  # characters of the name of the served model
 _MOST_TOKENS = 10**9  # of one reply: more would be a false number, and end the budget
 _TOKENS_OF_IMAGE = 800  # estimate of a request before its usage is known
 
 
-class JudgeError(Exception):
-    """The judge gave no usable answer; the message is one line. `retryable`: a later try may succeed."""
-
-    def __init__(self, message: str, retryable: bool = False) -> None:
-        super().__init__(one_line(message))
-        self.retryable = retryable
-
-
 class BudgetSpent(Exception):
-    """The limit of requests, tokens or money is reached."""
+    """The limit of requests, tokens or money is reached, or the account at the endpoint has no quota left."""
 
 
 class TokenBucket:
@@ -91,7 +87,7 @@ class Budget:
         return (self.spent_in * self.price_in + self.spent_out * self.price_out) / 1e6
 
     def undo(self) -> None:
-        """Do not count a request that reached no endpoint."""
+        """Do not count a request that was not answered."""
         with self._lock:
             self.spent_requests -= 1
 
@@ -149,20 +145,23 @@ judge as for any reward that is away (`reward_client.outage_wait_s`)."""
 
 
 class JudgeClient:
-    """`POST /chat/completions` with rates, retries and a budget.
+    """`POST /chat/completions` with rates, retries and a budget. A parameter that the endpoint refuses is replaced or
+    left out, in this request and all later ones.
 
     Args:
-        address: with /v1.
+        address: with /v1; a query like Azure's `?api-version=...` is sent with every request.
         model: name at the server; "auto" is `DEFAULT_MODEL` at OpenAI, and elsewhere the only model that the server
             lists.
         requests_per_minute, tokens_per_minute: None sets no limit.
         timeout_s: deadline of one question, retries included.
+        key_header: header that holds the key; None sends it as a bearer token.
 
     Attributes:
         is_away: the last attempt found an address that accepts no connections.
 
     Raises:
         ValueError: an address that cannot be used.
+        ConfigError: a key that cannot be sent.
     """
 
     def __init__(
@@ -173,23 +172,29 @@ class JudgeClient:
         requests_per_minute: float | None = None,
         tokens_per_minute: float | None = None,
         timeout_s: float = 60.0,
+        key_header: str | None = None,
     ) -> None:
-        self.address = base_url(address)
+        self.address, self._query = base_and_query(address)
         self.model = model
         self._model_lock = threading.Lock()
         self.budget = budget
         self.timeout_s = timeout_s
         self.is_away = False
         self._served: set[str] = set()
+        self._refused: dict[str, None] = {}  # parameters that the endpoint refused, oldest first
+        self._exhausted = False
         self._lock = threading.Lock()
         self._requests = shared_bucket(self.address, "requests", requests_per_minute)
         self._tokens = shared_bucket(self.address, "tokens", tokens_per_minute)
-        self._key = os.environ.get(KEY_VARIABLE, "").strip()
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._key = secret_of(KEY_VARIABLE) or ""
+        headers = {key_header: self._key} if key_header else {"Authorization": f"Bearer {self._key}"}
         import httpx  # loading a run file needs no client
 
         self._http = httpx.Client(
-            headers=headers, cookies=no_cookies(), trust_env=not is_local(self.address), timeout=timeout_s
+            headers=headers if self._key else {},
+            cookies=no_cookies(),
+            trust_env=not is_local(self.address),
+            timeout=timeout_s,
         )
 
     @property
@@ -198,16 +203,22 @@ class JudgeClient:
         with self._lock:
             return ", ".join(sorted(self._served))
 
+    @property
+    def adjusted(self) -> str:
+        """Differences of the requests from those of the scorer, because the endpoint refused parameters; "" if none."""
+        with self._lock:
+            return adjustments(self._refused)
+
     def ask(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """One question -> the first choice of the reply.
 
         Raises:
             JudgeError: no answer in time, a refusal, or a reply that breaks the protocol.
-            BudgetSpent: before anything is sent.
+            BudgetSpent: before anything is sent, or the account has no quota.
         """
         deadline = time.monotonic() + self.timeout_s
         body = {"model": self._named(deadline), "messages": list(messages), "temperature": 0, "seed": 0, **options}
-        return self._choice(self._reply("/chat/completions", deadline, body))
+        return self._choice(self._completion(deadline, body))
 
     def _named(self, deadline: float) -> str:
         """The model to ask; "auto" is resolved with the first question.
@@ -221,12 +232,9 @@ class JudgeClient:
             return self.model
 
     def _only_model(self, deadline: float) -> str:
-        reply = self._reply("/models", deadline)
-        try:
-            names = [str(model["id"]) for model in reply.json()["data"]]
-        except (ValueError, KeyError, TypeError):
-            problem = f"{self.address}/models: not a list of models: {reply.start()}"
-            raise JudgeError(self._redacted(problem)) from None
+        names = self._tried("/models", deadline, None, listed)
+        if isinstance(names, Problem):
+            raise JudgeError(names.message)
         if len(names) != 1:
             shown = ", ".join([*names[:5], "…"] if len(names) > 5 else names)
             raise JudgeError(
@@ -235,50 +243,104 @@ class JudgeClient:
             )
         return names[0]
 
-    def _reply(self, path: str, deadline: float, body: Mapping[str, Any] | None = None) -> Reply:
-        """The reply with status 200, after retries. A request without a body is a GET and counts against no budget.
+    def _completion(self, deadline: float, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The completion of a question; a parameter that the endpoint refuses is left out, here and in later questions.
 
         Raises:
-            JudgeError: no such reply before the deadline, or a status that a retry would not change.
-            BudgetSpent: before anything is sent.
+            JudgeError, BudgetSpent: as of `ask`.
         """
-        import httpx
+        while True:
+            with self._lock:
+                sent = fitted(body, self._refused)
+            found = self._tried("/chat/completions", deadline, sent, partial(completion, sent=sent))
+            if not isinstance(found, Problem):
+                return found
+            self._leave_out(found)
+            if fitted(body, self._refused) == sent:
+                raise JudgeError(found.message)
 
-        problem, started = "no answer", time.monotonic()
+    def _tried(
+        self, path: str, deadline: float, body: Mapping[str, Any] | None, read: Callable[[Reply], Found | Problem]
+    ) -> Found | Problem:
+        """The result of `read` on the reply to a request, after retries, or the problem of a parameter. Only requests
+        that were answered count against the budget; one without a body is a GET and does not.
+
+        Raises:
+            JudgeError: no answer before the deadline, or a problem that a retry would not change.
+            BudgetSpent: before anything is sent, or the account has no quota.
+        """
+        problem, started = Problem("away", message="no answer"), time.monotonic()
         for attempt in range(1_000_000):
             if body is not None:
                 self._wait_turn(deadline)
                 self.budget.begin()
-            retry_after = 0.0
-            try:
-                reply = fetch(self._http, "GET" if body is None else "POST", f"{self.address}{path}", deadline, body)
-            except BrokenReply as error:
-                raise JudgeError(f"{self.address}: {error}") from None
-            except (httpx.RequestError, TimeoutError) as error:
-                problem = self._redacted(f"{self.address}: {type(error).__name__} {error}")
-                if not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-                    self.is_away = False
-                else:
-                    self._note_away(problem)
-                    if body is not None:
-                        self.budget.undo()
-                    if time.monotonic() - started > UNREACHABLE_S:
-                        break
-            else:
-                self.is_away = False
-                if reply.status == 200:
-                    return reply
-                problem = self._redacted(f"{self.address}: HTTP {reply.status}: {reply.start(300)}")
-                if reply.status == 404 and not self.address.endswith("/v1"):
-                    problem += "; the address of an OpenAI-compatible endpoint ends with /v1"
-                if reply.status not in _RETRY_STATUS:
-                    raise JudgeError(problem)
-                retry_after = retry_after_s(reply.headers)
-            pause = max(retry_after, random.uniform(0, min(8.0, 0.25 * 2**attempt)))  # full jitter
+            found = self._attempt(path, deadline, body, read)
+            if not isinstance(found, Problem):
+                return found
+            problem = found
+            if body is not None:
+                self.budget.undo()
+            if problem.kind == "parameter":
+                return problem
+            if problem.kind == "exhausted":
+                self._note_exhausted(problem)
+                raise BudgetSpent(f"{problem.message}; add credit or quota, or set another address or key")
+            if problem.kind == "refused":
+                raise JudgeError(problem.message)
+            if problem.kind == "unreachable" and time.monotonic() - started > UNREACHABLE_S:
+                break
+            pause = max(problem.wait_s, random.uniform(0, min(8.0, 0.25 * 2**attempt)))  # full jitter
             if time.monotonic() + pause >= deadline:
                 break
             time.sleep(pause)
-        raise JudgeError(problem, retryable=True)
+        raise JudgeError(problem.message, retryable=True)
+
+    def _attempt(
+        self, path: str, deadline: float, body: Mapping[str, Any] | None, read: Callable[[Reply], Found | Problem]
+    ) -> Found | Problem:
+        """The result of `read` on the reply to one request, or why there is none."""
+        import httpx
+
+        url = f"{self.address}{path}" + (f"?{self._query}" if self._query else "")
+        try:
+            reply = fetch(self._http, "GET" if body is None else "POST", url, deadline, body)
+        except BrokenReply as error:
+            return Problem("refused", message=f"{self.address}: {error}")
+        except (httpx.RequestError, TimeoutError) as error:
+            message = self._redacted(f"{self.address}: {type(error).__name__} {error}")
+            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                self._note_away(message)
+                return Problem("unreachable", message=message)
+            self.is_away = False
+            return Problem("away", message=message)
+        self.is_away = False
+        told = f"HTTP {reply.status}: {reply.start(300) or 'an empty reply'}"
+        if reply.status == 404 and not self.address.endswith("/v1") and not self._query:
+            told += "; the address of an OpenAI-compatible endpoint ends with /v1"
+        try:
+            found = read(reply)
+        except ValueError:
+            kind = "list of models" if body is None else "chat completion"
+            found, told = Problem("refused"), f"not a {kind}: {reply.start()}"
+        return (
+            replace(found, message=self._redacted(f"{self.address}: {told}")) if isinstance(found, Problem) else found
+        )
+
+    def _leave_out(self, problem: Problem) -> None:
+        """Send no more of a parameter that the endpoint refused; warn once."""
+        with self._lock:
+            known = problem.parameter in self._refused
+            self._refused[problem.parameter] = None
+            now = adjustments(self._refused)
+        if not known:
+            logger.warning("the judge refuses a parameter; from now on questions are sent %s: %s", now, problem.message)
+
+    def _note_exhausted(self, problem: Problem) -> None:
+        """Warn once of an account without quota."""
+        with self._lock:
+            known, self._exhausted = self._exhausted, True
+        if not known:
+            logger.warning("the judge's account has no quota or credit left: %s", problem.message)
 
     def _note_away(self, problem: str) -> None:
         """Warn once of an address that accepts no connections, until it accepts one again; questions are asked from
@@ -297,9 +359,8 @@ class JudgeClient:
             raise JudgeError(f"{self.address}: the rate limit leaves no turn in {self.timeout_s:g} s", retryable=True)
         time.sleep(wait)
 
-    def _choice(self, reply: Reply) -> dict[str, Any]:
+    def _choice(self, found: dict[str, Any]) -> dict[str, Any]:
         try:
-            found = cast("dict[str, Any]", reply.json())
             spent = self.budget.used(found.get("usage") or {})
             if spent and self._tokens is not None:
                 self._tokens.take(spent - _TOKENS_OF_IMAGE)
@@ -309,7 +370,8 @@ class JudgeClient:
             choice["message"].get("content")  # an error where there is none
             return choice
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            raise JudgeError(self._redacted(f"{self.address}: not a chat completion: {reply.start()}")) from None
+            problem = f"{self.address}: not a chat completion: {str(found)[:200]}"
+            raise JudgeError(self._redacted(problem)) from None
 
     def _note_served(self, name: str) -> None:
         with self._lock:

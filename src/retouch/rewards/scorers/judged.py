@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from retouch import plain_json
 from retouch.config.base import Count, NonNegative, Positive
@@ -27,6 +28,7 @@ from retouch.rewards.scorers.judge_client import (
     has_key,
     is_openai,
 )
+from retouch.rewards.scorers.judge_replies import read_by, text_of
 from retouch.types import Failure, Outcome
 
 logger = logging.getLogger(__name__)
@@ -39,13 +41,18 @@ class JudgeEntry(RewardEntry):
     """Options of the rewards of a judge behind an OpenAI-compatible endpoint."""
 
     licence = "of the model"
+    unscored = frozenset({"model", "address", "prompts"})  # the revision names what is served and asked
     cpu_only = "the judge's model runs at the endpoint of `address`; leave device out"
 
     model: str = ""
     """Name of the model at the endpoint; required with url null or `auto`. "auto" is gpt-4o-2024-11-20 at OpenAI, and
     elsewhere the only model that the endpoint lists."""
     address: str = "https://api.openai.com/v1"
-    """Address of the endpoint, with /v1. OpenAI's needs OPENAI_API_KEY in the environment."""
+    """Address of the endpoint, with /v1, or with the query that it requires, like Azure's `?api-version=...`. OpenAI's
+    needs OPENAI_API_KEY in the environment."""
+    key_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None
+    """Header of the requests that holds the key of OPENAI_API_KEY, like Azure's "api-key"; null sends it as
+    `Authorization: Bearer KEY`."""
     concurrency: Count = 8
     """Maximum number of open questions."""
     requests_per_minute: Positive | None = None
@@ -53,8 +60,8 @@ class JudgeEntry(RewardEntry):
     tokens_per_minute: Positive | None = None
     """Token rate limit of the endpoint, shared in the same way."""
     budget_requests: Count | None = None
-    """Maximum number of requests of each process that scores; a question beyond it is a failure, and too many failures
-    stop the run."""
+    """Maximum number of answered requests of each process that scores; a question beyond it is a failure, and too many
+    failures stop the run."""
     budget_tokens: Count | None = None
     """Maximum number of tokens, in the same way."""
     budget_dollars: Positive | None = None
@@ -120,8 +127,10 @@ class JudgeScorer(PackageScorer[Judged]):
         self.budget = Budget(o.budget_requests, o.budget_tokens, o.budget_dollars, o.price_in, o.price_out)
         try:
             self.judge = JudgeClient(
-                o.address, o.model, self.budget, o.requests_per_minute, o.tokens_per_minute, o.timeout_s
+                o.address, o.model, self.budget, o.requests_per_minute, o.tokens_per_minute, o.timeout_s, o.key_header
             )
+        except ConfigError as error:  # the key
+            raise ConfigError(f"reward {o.scorer!r}: {error}") from None
         except ValueError as error:
             raise ConfigError(f"reward {o.scorer!r}: address: {error}") from None
         if is_openai(self.judge.address) and not has_key():
@@ -136,16 +145,18 @@ class JudgeScorer(PackageScorer[Judged]):
         self._name_judge()
 
     def _name_judge(self) -> None:
-        """Update the revision with the model names that the endpoint has reported so far."""
-        served = self.judge.served or self.judge.model
-        self.set_revision(f"{self._protocol} {self.judge.model} served as {served} {self._digest}")
+        """Update the revision with the model names that the endpoint has reported so far, and the parameters that it
+        refused."""
+        served, adjusted = self.judge.served or self.judge.model, self.judge.adjusted
+        asked = f"{self.judge.model} {adjusted}" if adjusted else self.judge.model
+        self.set_revision(f"{self._protocol} {asked} served as {served} {self._digest}")
 
     def load(self, device: str) -> None:
         """Ask a first question: missing abilities of the endpoint are reported before the run starts.
 
         Raises:
-            ConfigError: no such model, a wrong key, or answers that are not of the protocol.
-            RewardOutage: its address accepts no connection.
+            ConfigError: no such model, a wrong key, an account without quota, or answers that are not of the protocol.
+            RewardOutage: it cannot answer at the moment, or its address accepts no connection.
         """
         grey = np.full((64, 64, 3), 127, np.uint8)
         try:
@@ -155,6 +166,8 @@ class JudgeScorer(PackageScorer[Judged]):
             if self.judge.is_away:
                 remedy = "start the judge there, or set address (JUDGE_URL) to where it is"
                 raise RewardOutage(f"{where}; {remedy}") from None
+            if isinstance(error, JudgeError) and error.retryable:
+                raise RewardOutage(f"{where}; start again when the judge answers") from None
             raise ConfigError(where) from None
         self._name_judge()
 
@@ -217,17 +230,17 @@ class JudgeScorer(PackageScorer[Judged]):
         form = "in the required format"
         if schema is not None:
             options["response_format"], form = schema, "with nothing but JSON by the schema"
-        answer = _content(self.judge.ask(messages, **options))
+        choice = self.judge.ask(messages, **options)
         try:
-            return read(answer)
+            return read_by(read, choice)
         except ValueError as error:
             if not again:
                 raise AnswerError(f"the answer does not keep to the schema: {error}") from None
             complaint = f"That answer cannot be used: {error}. Answer again, {form}."
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": complaint}]
-        answer = _content(self.judge.ask(messages, **options))
+        given = text_of(choice) or "(no text)"  # some endpoints refuse an empty message
+        messages += [{"role": "assistant", "content": given}, {"role": "user", "content": complaint}]
         try:
-            return read(answer)
+            return read_by(read, self.judge.ask(messages, **options))
         except ValueError as error:
             raise AnswerError(f"the answer does not keep to the schema, twice: {error}") from None
 
@@ -256,18 +269,15 @@ def integer_schema(most: int) -> dict[str, Any]:
 
 
 def read_object(text: str, keys: Sequence[str]) -> dict[str, Any]:
-    """The JSON object of an answer with exactly these keys.
+    """The JSON object of an answer with exactly these keys: alone, in a code fence, or amid prose.
 
     Raises:
         ValueError: anything else; the judge gets the message when it is asked again.
     """
     try:
-        found: Any = plain_json.loads(text)
+        found = plain_json.only_object(text)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"it must be an object; given {text[:40]!r}")
-    found = cast("dict[str, Any]", found)
     wrong = [f"{k} is missing" for k in keys if k not in found] + [
         f"{k[:80]} is unknown" for k in found if k not in keys
     ]
@@ -284,21 +294,21 @@ def read_integers(text: str, names: Sequence[str], most: int, also: Sequence[str
     """
     found = read_object(text, [*names, *also])
     for name in names:
-        value = found[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-            raise ValueError(f"{name} must be an integer from 0 to {most}; given {shown(value)}")
+        value = as_integer(found[name])
+        if value is None or not 0 <= value <= most:
+            raise ValueError(f"{name} must be an integer from 0 to {most}; given {shown(found[name])}")
+        found[name] = value
     return found
 
 
-def _content(choice: Mapping[str, Any]) -> str:
-    """The text of an answer.
+_INTEGER = re.compile(r"\s*(-?\d{1,9})(?:\.0{1,9})?\s*")
 
-    Raises:
-        JudgeError: the judge declined.
-    """
-    message = choice["message"]
-    if message.get("refusal"):
-        raise JudgeError(f"the judge refused: {message['refusal']}")
-    if choice.get("finish_reason") == "content_filter":
-        raise JudgeError("the judge refused: content_filter")
-    return str(message.get("content"))
+
+def as_integer(value: object) -> int | None:
+    """The integer that a value of an answer is, also as 4.0, "4" or "4.0"; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    if isinstance(value, str):
+        written = _INTEGER.fullmatch(value)
+        return int(written[1]) if written and value.isascii() else None
+    return int(value) if isinstance(value, int) or value.is_integer() else None

@@ -15,6 +15,7 @@ from pydantic import model_validator
 from retouch.config.base import Unit
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import JudgeError, image_part
+from retouch.rewards.scorers.judge_replies import text_of
 from retouch.rewards.scorers.judged import (
     AnswerError,
     JudgeEntry,
@@ -87,8 +88,9 @@ class OpenAIJudgeScorer(JudgeScorer[OpenAIJudgeReward]):
         except (KeyError, TypeError, IndexError, ValueError, OverflowError):
             return Failure("scorer_error", "the reply has no log-probabilities")
         if mass <= min_mass:
-            answer = choice["message"].get("content")
-            return Failure("low_mass", f"the score tokens have {mass:.2f} of the probability; answer: {answer!r}")
+            return Failure(
+                "low_mass", f"the score tokens have {mass:.2f} of the probability; answer: {text_of(choice)!r}"
+            )
         return Score(value, {"mass": mass})
 
     def _by_rubric(self, item: RewardItem, again: bool) -> Outcome:

@@ -7,6 +7,7 @@ its own weight and advantage. The questions are this package's own; OneReward's 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from pydantic import model_validator
 from retouch.config.base import Unit
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import JudgeError, image_part
+from retouch.rewards.scorers.judge_replies import read_by
 from retouch.rewards.scorers.judged import AnswerError
 from retouch.rewards.scorers.openai_judge import expectation
 from retouch.rewards.scorers.pairing import PairEntry, PairScorer
@@ -97,7 +99,7 @@ class PairwiseScorer(PairScorer[PairwiseReward]):
         try:
             return self._probability(item, other, min_mass=0.0)
         except JudgeError as error:
-            raise JudgeError(f"{error}; mode is {self.options.mode!r}") from None
+            raise JudgeError(f"{error}; mode is {self.options.mode!r}", error.retryable) from None
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         return self.score_pairs(items)
@@ -108,10 +110,10 @@ class PairwiseScorer(PairScorer[PairwiseReward]):
     def _probability(self, first: RewardItem, second: RewardItem, min_mass: float) -> float:
         messages = [{"role": "user", "content": self._content(first, second)}]
         if self.options.mode == "text":
-            answer = str(self.judge.ask(messages, max_tokens=4)["message"].get("content")).strip().rstrip(".")
-            if answer not in _VALUES:
-                raise AnswerError(f"the answer must be 1 or 2; given {answer[:40]!r}")
-            return _VALUES[answer]
+            try:
+                return read_by(read_choice, self.judge.ask(messages, max_tokens=4))
+            except ValueError as error:
+                raise AnswerError(str(error)) from None
         choice = self.judge.ask(messages, max_tokens=1, logprobs=True, top_logprobs=20)
         try:
             top: list[Any] = choice["logprobs"]["content"][0]["top_logprobs"]
@@ -134,3 +136,18 @@ class PairwiseScorer(PairScorer[PairwiseReward]):
         for name, pixels in images:
             parts += [{"type": "text", "text": name}, image_part(pixels)]
         return [*parts, {"type": "text", "text": _ANSWER}]
+
+
+_CHOICE = re.compile(r"\W{0,20}(?:(?:answer|image)\W{1,20}){0,2}([12])(?:\.0)?\W{0,20}", re.IGNORECASE)
+
+
+def read_choice(text: str) -> float:
+    """The probability of the first image in an answer of one digit, whatever marks stand around it.
+
+    Raises:
+        ValueError: another answer.
+    """
+    found = _CHOICE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"the answer must be 1 or 2; given {text[:40]!r}")
+    return _VALUES[found[1]]

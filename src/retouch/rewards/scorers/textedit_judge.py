@@ -24,7 +24,7 @@ from retouch.errors import ConfigError, shown
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers.copied_texts import constants_of
 from retouch.rewards.scorers.judge_client import image_part
-from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, read_object, require_prompts, schema_of
+from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, as_integer, read_object, require_prompts, schema_of
 from retouch.types import Failure, Outcome, Score
 
 PARTS = ("text_accuracy", "text_preservation", "scene_integrity", "local_realism", "visual_coherence")
@@ -161,7 +161,7 @@ def read_own(text: str) -> list[int]:
         ValueError: another form.
     """
     found = read_object(text, [*PARTS, _REASON])
-    return [_integer(found[name], name) for name in PARTS]
+    return [_integer(as_integer(found[name]), name, found[name]) for name in PARTS]
 
 
 def read_published(text: str) -> list[int]:
@@ -183,12 +183,12 @@ def read_published(text: str) -> list[int]:
     missing = [name for name in _NAMES if name not in given]
     if missing:
         raise ValueError(f"score has no {missing[0]}")
-    return [_integer(given[name], name) for name in _NAMES]
+    return [_integer(given[name], name, given[name]) for name in _NAMES]
 
 
-def _integer(value: object, name: str) -> int:
+def _integer(value: object, name: str, given: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value not in SHARES:
-        raise ValueError(f"{name} must be an integer from 1 to 5; given {shown(value)}")
+        raise ValueError(f"{name} must be an integer from 1 to 5; given {shown(given)}")
     return value
 
 

@@ -8,7 +8,7 @@ the same three axes, two scores that sum to 1; both orders of every pair are ask
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from pydantic import model_validator
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
 from retouch.rewards.scorers.judge_client import image_part
+from retouch.rewards.scorers.judge_replies import read_by
 from retouch.rewards.scorers.judged import AnswerError
 from retouch.rewards.scorers.pairing import PairEntry, PairScorer
 from retouch.types import Failure, Outcome, Score
@@ -71,26 +72,25 @@ class UnifiedRewardScorer(PairScorer[UnifiedRewardReward]):
         return [one if isinstance(one, Failure) else _mean(one) for one in self._answers(self._point, items)]
 
     def ask_pair(self, first: RewardItem, second: RewardItem) -> float:
-        text = self._ask(first.prompt, [image_part(first.image), image_part(second.image)])
-        try:
-            shares = read_pair(text)
-        except ValueError as error:
-            raise AnswerError(str(error)) from None
+        shares = self._ask(first.prompt, [image_part(first.image), image_part(second.image)], read_pair)
         return sum(shares.values()) / len(shares)
 
     def _point(self, item: RewardItem) -> dict[str, float]:
-        text = self._ask(item.prompt, [image_part(item.image)])
-        try:
-            return read_axes(text) if self.options.form == "axes" else {"score": read_point(text)}
-        except ValueError as error:
-            raise AnswerError(str(error)) from None
+        read = read_axes if self.options.form == "axes" else lambda text: {"score": read_point(text)}
+        return self._ask(item.prompt, [image_part(item.image)], read)
 
-    def _ask(self, prompt: str, images: list[dict[str, Any]]) -> str:
-        """The greedy answer of the judge: images, then the question, as the model was trained."""
+    def _ask(
+        self, prompt: str, images: list[dict[str, Any]], read: Callable[[str], dict[str, float]]
+    ) -> dict[str, float]:
+        """The result of `read` on the greedy answer of the judge to images, then the question, as the model was
+        trained."""
         question = rubric(f"unified_reward_{self.options.form}").replace(PROMPT, prompt)
         content = [*images, {"type": "text", "text": question}]
         choice = self.judge.ask([{"role": "user", "content": content}], max_tokens=_MAX_TOKENS)
-        return str(choice["message"].get("content"))
+        try:
+            return read_by(read, choice)
+        except ValueError as error:
+            raise AnswerError(str(error)) from None
 
 
 def read_axes(text: str) -> dict[str, float]:

@@ -12,7 +12,7 @@ import hashlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -44,6 +44,7 @@ from retouch.rewards.server.admission import (
     error_reply,
 )
 from retouch.rewards.server.batcher import Batcher
+from retouch.rewards.server.plain import PlainRequest, read_body
 from retouch.rewards.server.telemetry import Telemetry
 from retouch.rewards.server.worker import Worker
 from retouch.rewards.wire import NoRoom, Room, Share, decode_items, parse_multipart, problem_of
@@ -190,11 +191,12 @@ class _Front:
         try:
             async with self._admission.admit(request) as body:
                 content_type = request.headers.get("content-type", "")
-                message, parts, key = await _aside(len(body), _parse, body, content_type, self._limits)
+                served = tuple(self._worker.specs)
+                message, parts, key, plain = await _aside(len(body), _parse, body, content_type, self._limits, served)
                 size = len(body)
                 del body
                 deadline = received + message.deadline_ms / 1000
-                parsed = _Request(message, parts, deadline, size)
+                parsed = _Request(message, parts, deadline, size, plain)
                 reply = await self._replies.once(key, lambda: self._scored(parsed))
         except (Busy, NoRoom) as busy:
             return error_reply(429, str(busy), retry_after=1)
@@ -233,17 +235,21 @@ class _Front:
             # unknown names share a label: a client could send any number of them
             self._telemetry.outcomes(name if name in self._worker.specs else "unknown", [*column, *broken])
         final = not any(isinstance(o, Failure) and o.retryable for column in outcomes.values() for o in column)
-        return _reply(message, decoded, outcomes, self._worker.specs).model_dump_json(), final
+        reply = _reply(message, decoded, outcomes, self._worker.specs)
+        plain = None if request.plain is None else request.plain.reply(reply, self._worker.specs)
+        return (plain or reply).model_dump_json(), final
 
 
 @dataclass(frozen=True)
 class _Request:
-    """A parsed request; `parts` is None if its images are base64, `size` is the bytes of its body."""
+    """A parsed request; `parts` is None if its images are base64, `size` is the bytes of its body, `plain` is a body of
+    one image, which gets a reply of its own layout."""
 
     message: ScoreRequest
     parts: Mapping[str, tuple[bytes, str]] | None
     deadline: float
     size: int
+    plain: PlainRequest | None = None
 
 
 async def _aside(size: int, work: Callable[..., Any], *arguments: Any, executor: Executor | None = None) -> Any:
@@ -254,9 +260,13 @@ async def _aside(size: int, work: Callable[..., Any], *arguments: Any, executor:
 
 
 def _parse(
-    body: bytes, content_type: str, limits: Limits
-) -> tuple[ScoreRequest, dict[str, tuple[bytes, str]] | None, bytes]:
-    """A body -> its message, its binary parts if it is multipart, and a digest that identifies the request.
+    body: bytes, content_type: str, limits: Limits, served: Collection[str]
+) -> tuple[ScoreRequest, dict[str, tuple[bytes, str]] | None, bytes, PlainRequest | None]:
+    """A body -> its message, its binary parts if it is multipart, a digest that identifies the request, and the plain
+    body if it is one.
+
+    Args:
+        served: rewards of the server.
 
     Raises:
         TooLarge, WrongType, ValueError: over the limits, or not of the protocol.
@@ -274,7 +284,9 @@ def _parse(
     marks = sum(manifest.count(mark) for mark in (b",", b"[", b"{"))
     if marks > _MARKS * limits.items:  # before they become objects
         raise TooLarge(f"{marks} values, over the limit of {_MARKS * limits.items}")
-    message = ScoreRequest.model_validate_json(manifest)
+    message, plain = (
+        read_body(manifest, served) if parts is None else (ScoreRequest.model_validate_json(manifest), None)
+    )
     if parts is None:
         _require_little_text(len(manifest) - _image_bytes(message), limits)
     if len(message.items) > limits.items:
@@ -283,7 +295,9 @@ def _parse(
     for name, (content, kind) in (parts or {}).items():
         for field in (name.encode(), kind.encode(), content):
             digest.update(len(field).to_bytes(8, "big") + field)
-    return message, parts, digest.digest()
+    if plain is not None:  # the same request of the protocol has another reply
+        digest.update(plain.model_dump_json(include={"weights"}).encode())
+    return message, parts, digest.digest(), plain
 
 
 def _require_little_text(size: int, limits: Limits) -> None:

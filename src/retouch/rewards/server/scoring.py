@@ -25,11 +25,14 @@ class Work:
     seconds: Mapping[str, float]
 
 
+_AGAIN_S = 5.0
+"""Seconds until a scorer is loaded again after an outage."""
+
 Scored = tuple[dict[str, list[Outcome]], Work]
 
 
 def load_all(scorers: Mapping[str, Scorer], device: str) -> None:
-    """Load every scorer and log the seconds of each.
+    """Load every scorer and log the seconds of each; an outage, like that of a judge, is waited for.
 
     Raises:
         ConfigError: one of them cannot be loaded as it is set; the message begins with its name.
@@ -37,12 +40,27 @@ def load_all(scorers: Mapping[str, Scorer], device: str) -> None:
     for name, scorer in scorers.items():
         started = time.monotonic()
         try:
-            scorer.load(device)
-        except (ConfigError, RewardOutage) as error:
-            raise type(error)(problem_of(name, scorer, error)) from None
+            while not _loaded(name, scorer, device):
+                time.sleep(_AGAIN_S)
+        except ConfigError as error:
+            raise ConfigError(problem_of(name, scorer, error)) from None
         options = getattr(scorer, "options", None)
         place = "cpu" if getattr(options, "cpu_only", None) else device
         logger.info("%s loaded on %s in %.1f s", name, place, time.monotonic() - started)
+
+
+def _loaded(name: str, scorer: Scorer, device: str) -> bool:
+    """Load a scorer -> whether it could be loaded; an outage is logged.
+
+    Raises:
+        ConfigError: it cannot be loaded as it is set.
+    """
+    try:
+        scorer.load(device)
+    except RewardOutage as outage:
+        logger.warning("%s; it is loaded again in %g s", problem_of(name, scorer, outage), _AGAIN_S)
+        return False
+    return True
 
 
 def score_rewards(

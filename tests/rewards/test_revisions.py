@@ -1,0 +1,155 @@
+"""Two values of an option that changes scores are two revisions, and so two keys of a cache, for every scorer."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from retouch.rewards import REWARDS
+from retouch.rewards.base import UNSCORED, PackageScorer, RewardEntry
+from retouch.rewards.client.cache import cache_key
+from retouch.rewards.protocol import RewardItem
+from retouch.types import Score
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "aesthetic_v1": {"head": "head.pth"},
+    "editreward": {"path": "somewhere"},
+    "fn": {"fn": "my_rewards:score"},
+    "imgedit": {"prompts": "prompts.json"},
+    "lpips": {"backbone": "vgg16.pth", "heads": "vgg.pth"},
+}
+"""Options without a default."""
+
+OTHERS: dict[str, list[Any]] = {
+    "fn": ["my_rewards:other"],
+    "question": ["Is it {prompt}?"],
+    "readability": ["my_segmenter:regions", "sam2"],
+    "needs": [["mask"]],
+    "detector_url": ["http://127.0.0.1:1"],
+    "wording": [],  # needs files; tests/rewards/test_complex_edit.py, test_mmmg.py, test_textedit_judge.py
+    "prompts": [],
+    "rounds": [2],
+}
+"""Option -> other values, where its type does not tell any."""
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "alignment_weight": {"quality_weight": 0.9},
+    "quality_weight": {"alignment_weight": 0.9},
+    "show_source": {"task": "edit"},
+    "against": {"form": "pair"},
+    "rounds": {"form": "pair"},
+}
+"""Option -> values of others that it needs."""
+
+
+def options_of(name: str) -> dict[str, Any]:
+    entry = REWARDS[name]
+    judge = {"model": "m", "address": "http://127.0.0.1:1/v1"} if "address" in entry.model_fields else {}
+    return {**judge, **REQUIRED.get(name, {})}
+
+
+def entries(name: str, option: str) -> Iterator[RewardEntry]:
+    """The entry with the default of an option, and with every other value that is told from its type and valid."""
+    kind = REWARDS[name]
+    base = options_of(name)
+    beside = {key: value for key, value in BESIDE.get(option, {}).items() if key in kind.model_fields}
+    found = OTHERS[option] if option in OTHERS else others(kind.model_fields[option].annotation, base.get(option))
+    for change in ({}, *({**beside, option: value} for value in found)):
+        try:
+            yield kind.model_validate({**base, **change, "scorer": name})
+        except ValidationError:
+            continue
+
+
+def others(annotation: Any, given: Any) -> list[Any]:
+    if typing.get_origin(annotation) is Literal:
+        return list(typing.get_args(annotation))
+    members = [one for part in typing.get_args(annotation) for one in others(part, given)]
+    by_type = {bool: [True, False], int: [7, 8], float: [0.1, 0.9, 1.5], str: [f"{given or 'a'}2", "zh", "b"]}
+    return [*members, *by_type.get(annotation, [])]
+
+
+OPTIONS = [
+    (name, option)
+    for name in REWARDS
+    for option in REWARDS[name].own_options()
+    if option not in {*UNSCORED, *REWARDS[name].unscored, "scorer"} and OTHERS.get(option) != []
+]
+
+
+@pytest.fixture(autouse=True)
+def _without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Revisions name versions of packages that this environment need not have."""
+    for module in ("imscore", "reading", "paddle"):
+        monkeypatch.setattr(f"retouch.rewards.scorers.{module}.importlib_version", lambda _: "1.0", raising=False)
+    monkeypatch.setattr("retouch.rewards.scorers.paddle.version", lambda: "1.0")
+    monkeypatch.setattr("retouch.rewards.scorers.imgedit.read_questions", lambda path: {"add": path})
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS, ids=lambda one: one)
+def test_two_values_of_an_option_are_two_revisions(name: str, option: str) -> None:
+    by_value = {repr(getattr(entry, option)): entry.make().spec.revision for entry in entries(name, option)}
+    assert len(by_value) >= 2, "the test has no two values of this option: add some to OTHERS"
+    assert len(set(by_value.values())) == len(by_value)
+
+
+def test_options_without_effect_on_scores_are_one_revision() -> None:
+    """Pace, place and price."""
+    changes: dict[str, Any] = {
+        "concurrency": 3, "timeout_s": 9.0, "requests_per_minute": 7.0, "tokens_per_minute": 7.0, "budget_requests": 4,
+        "budget_tokens": 5, "price_in": 1.0, "price_out": 2.0, "budget_dollars": 3.0, "weight": 2.0, "threads": 2,
+        "images_per_forward": 3, "min_group_std": 0.1, "key_header": "api-key",
+        "address": "http://127.0.0.1:2/v1",
+    }  # fmt: skip
+    for name in REWARDS:
+        kind, base = REWARDS[name], options_of(name)
+        known = {key: value for key, value in changes.items() if key in kind.model_fields}
+        one, other = (kind.model_validate({**base, **more, "scorer": name}).make() for more in ({}, known))
+        heads = name in ("hpsv3", "editreward")  # whose score is of its batch by rounding
+        assert (one.spec.revision == other.spec.revision) is not heads, name
+
+
+class PlainReward(RewardEntry):
+    """A reward of another package that names nothing in its revision, as the page on extending shows one."""
+
+    unscored = frozenset({"label"})
+
+    scorer: Literal["plain"] = "plain"
+    region: Literal["image", "mask"] = "image"
+    sizes: tuple[int, ...] = (1, 2)
+    label: str = ""
+
+    def make(self) -> PlainScorer:
+        return PlainScorer(self)
+
+
+class PlainScorer(PackageScorer[PlainReward]):
+    def score(self, items: Any) -> list[Any]:
+        return [Score(0.0) for _ in items]
+
+
+def test_a_scorer_that_names_no_revision_has_keys_by_its_options() -> None:
+    item = RewardItem(0, "p", np.zeros((2, 2, 3), np.uint8))
+
+    def key(**options: Any) -> bytes:
+        return cache_key(item, "plain", PlainReward(**options).make().spec.revision)
+
+    assert len({key(), key(region="mask"), key(sizes=(2, 1)), key(region="mask", sizes=(2, 1))}) == 4
+    assert (
+        key() == key(label="a") == key(weight=3.0) == key(region="image") and PlainReward().make().spec.revision == "1"
+    )
+    scorer = PlainReward(region="mask").make()
+    before = scorer.spec.revision
+    scorer.set_revision(f"weights {scorer.spec.revision}")  # as scorers extend their own in `load`
+    assert scorer.spec.revision == f"weights {before}" and before.count("options") == 1
+
+
+def test_the_example_on_the_page_is_covered() -> None:
+    from examples.plugin.retouch_example.warmth import WarmthReward
+
+    assert WarmthReward().make().spec.revision != WarmthReward(region="mask").make().spec.revision
