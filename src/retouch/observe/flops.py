@@ -49,7 +49,7 @@ class CountedNetwork:
                 self._blocks.adopt(module)
 
     def flops(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-        """Of a forward with these arguments, for the whole batch."""
+        """FLOPs of a forward of the whole batch with these arguments."""
         kwargs = {name: value for name, value in kwargs.items() if name not in ADAPTERS}
         key = shapes_of(args, kwargs)
         if key not in self._known:

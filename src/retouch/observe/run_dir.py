@@ -342,7 +342,7 @@ def environment() -> dict[str, Any]:
 
 
 def _gpu_names() -> list[str]:
-    """Of the GPUs that this process can use: a driver also counts those that this build of torch cannot."""
+    """Names of the GPUs that torch can use; `device_count` may include others, for example with an old driver."""
     import torch
 
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
