@@ -215,28 +215,35 @@ def signs(place: Place) -> Path:
     return folder
 
 
-def released_sizes(place: Place, case: str, peak_gib: float, compiled: bool = False, **options: Any) -> dict[str, Any]:
+def released_sizes(place: Place, peak_gib: float, **options: Any) -> dict[str, Any]:
     """A cell of `gpu.py`, at toy sizes in a dry run."""
-    from dataclasses import replace
-
     import gpu
     import torch
 
-    steps, checkpointing = options.pop("steps", 3), options.pop("checkpointing", False)
-    cases = {one.name: one for one in (*gpu.CASES, gpu.Case("flux2_klein", "lora", 1, 4, rows=1))}
-    chosen = replace(cases[case], checkpointing=checkpointing)
-    sizes = gpu.Sizes(place.device, place.dry_run, 32 if place.dry_run else 512, steps, **options)
-    if place.dry_run:
-        sizes = replace(sizes, rows=min(sizes.rows or 1, 2))
-    else:
+    cell, sizes = gpu_cell(place, **options)
+    if not place.dry_run:
         has = torch.cuda.get_device_properties(0).total_memory / 2**30
         if peak_gib > has:
             return {"skipped": f"takes about {peak_gib:.0f} GiB of {has:.0f}"}
-    folder = own_folder(place)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place.work / "compiled")  # of the cell that profiles, too
-    row = gpu.row(gpu.Cell(chosen, "fast", compiled), sizes, folder, time.monotonic() + 3600)
+    row = gpu.row(cell, sizes, own_folder(place), time.monotonic() + 3600)
     peak = row.get("peak_memory_gib")
     return {**row, **sizes.levers(), "of_24_gib": None if peak is None else round(peak / 24, 3)}
+
+
+def gpu_cell(
+    place: Place, case: str, compiled: bool = False, checkpointing: bool = False, steps: int = 3, **options: Any
+) -> tuple[Any, Any]:
+    """`gpu.Cell` and `gpu.Sizes` of a task."""
+    from dataclasses import replace
+
+    import gpu
+
+    cases = {one.name: one for one in (*gpu.CASES, gpu.Case("flux2_klein", "lora", groups=1, group_size=4, rows=1))}
+    cell = gpu.Cell(replace(cases[case], checkpointing=checkpointing), "fast", compiled)
+    if place.dry_run and "rows" in options:
+        options["rows"] = min(options["rows"], 2)
+    return cell, gpu.Sizes(place.device, place.dry_run, 32 if place.dry_run else 512, steps, **options)
 
 
 def cuda_tests(place: Place) -> dict[str, Any]:
@@ -244,7 +251,7 @@ def cuda_tests(place: Place) -> dict[str, Any]:
     wanted = ["-m", "gpu", *(["--collect-only"] if place.dry_run else [])]
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *wanted, "tests/cuda"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
+    lines = done.stdout.strip().splitlines()
     found = {"code": done.returncode, "summary": lines[-1] if lines else "", "log": "\n".join(lines[-200:])}
     return found if done.returncode == 0 else {**found, "failed": "tests/cuda"}
 

@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 import first_run_cells as cells  # noqa: E402
+import gpu  # noqa: E402
 import gpu_first_run  # noqa: E402
 
+from retouch.config import derive  # noqa: E402
+from retouch.doctor.memory import report_memory  # noqa: E402
 from retouch.families import FAMILIES  # noqa: E402
 
 TASKS = (*cells.TINY, *cells.RELEASED, *cells.LAST)
@@ -165,7 +169,6 @@ def test_the_cells_are_those_of_the_registry_and_have_names_of_their_own() -> No
 
 
 def test_a_cell_that_needs_more_than_the_gpu_has_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
 
     class H100:
         total_memory = 80 * 2**30
@@ -173,6 +176,18 @@ def test_a_cell_that_needs_more_than_the_gpu_has_is_skipped(tmp_path: Path, monk
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
     [task] = [task for task in TASKS if task.name == "qwen_image-no_mask-rows_2"]
     assert cells.run(task, cells.Place(False, tmp_path)) == {"skipped": "takes about 101 GiB of 80"}
+
+
+def test_released_sizes_are_valid_runs_that_fit_a_gpu_of_80_gb(tmp_path: Path) -> None:
+    """Before activations; FLUX.2-klein on examples with a source and a mask."""
+    for task in (task for task in TASKS if task.kind == "released"):
+        options = {name: value for name, value in task.options.items() if name != "peak_gib"}
+        cell, sizes = cells.gpu_cell(cells.Place(False, tmp_path), **options)
+        config = gpu.run_file(cell, replace(sizes, device=torch.device("cpu")), tmp_path)
+        counted = report_memory(config)
+        assert counted["complete"] and counted["device_bytes"] < 80 * 2**30, task.name
+        assert derive(config).optimizer_steps_per_epoch == 1
+        assert config.data.format == "self_bench" and config.data.size == (512, 512)
 
 
 @pytest.mark.parametrize(
