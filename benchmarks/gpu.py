@@ -14,8 +14,11 @@ another call with the same file measures them (a new file for new settings).
     python benchmarks/gpu.py --dry-run      # every path at toy sizes on the CPU
 
 Levers, each into a file of its own: --peft-lora takes peft's LoRA layers instead of the fused ones, --attention another
-kernel of the FLUX cells, --no-autocast computes the LoRA cells in the bf16 of their base; every cell is measured with
-and without compilation.
+kernel of the FLUX cells, --no-autocast computes the LoRA cells in the bf16 of their base; --rows sets the images of a
+training forward, --prompt-tokens the length of every prompt (Qwen-Image has no text mask at 32, which is the default,
+and at other multiples of 32), --no-mask leaves that mask out at any length: padding is then attended to, which changes
+numbers, not the time. Every cell is measured with and without compilation; --profile adds the kernels that took the
+longest to its row.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -38,6 +43,8 @@ from loop_overhead import NoRewards, machine
 from peft.tuners.lora import Linear
 from random_models import random_weights, write_encoder, write_model
 from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from retouch.adapters.fused_lora import FusedLinear
 from retouch.config import RunConfig, derive, parse_run
@@ -45,6 +52,7 @@ from retouch.doctor.memory import report_memory
 from retouch.engine import OutOfMemory
 from retouch.engine.speed import compile_blocks
 from retouch.families.base import Attention
+from retouch.families.qwen import base as qwen
 from retouch.observe.run_dir import read_metrics
 from retouch.tiny.signs import (
     draw_words,
@@ -58,6 +66,12 @@ MINUTES = 10.0
 
 SECONDS = 15.0
 """After so many no further step of a cell is measured."""
+
+SHORTEST = 32
+"""Tokens of Qwen-Image's prompt about a sign, whose letters are tokens here: it fills one bucket, and has no mask."""
+
+KERNELS = 15
+"""Of a profiled epoch, those that took the longest."""
 
 TRAINED: dict[str, dict[str, Any]] = {
     "lora": {"kind": "lora", "rank": 32, "alpha": 64},
@@ -134,6 +148,15 @@ class Sizes:
     attention: str | None = None  # of FLUX without a style adapter
     peft_lora: bool = False
     no_autocast: bool = False  # of LoRA
+    rows: int | None = None  # images of a forward with its backward; None: those of the case
+    prompt_tokens: int | None = None
+    no_mask: bool = False  # of Qwen-Image's text
+    profile: bool = False
+
+    def levers(self) -> dict[str, Any]:
+        """What a file of results has one value of."""
+        names = ("attention", "peft_lora", "no_autocast", "rows", "prompt_tokens", "no_mask")
+        return {name: getattr(self, name) for name in names}
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -145,6 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--attention", choices=get_args(Attention), help="kernel of the FLUX cells")
     parser.add_argument("--peft-lora", action="store_true", help="peft's LoRA layers instead of the fused ones")
     parser.add_argument("--no-autocast", action="store_true", help="LoRA cells without autocast over their bf16 base")
+    parser.add_argument("--rows", type=positive, help="images of a training forward")
+    parser.add_argument("--prompt-tokens", type=positive, help=f"length of every prompt, {SHORTEST} tokens or more")
+    parser.add_argument("--no-mask", action="store_true", help="Qwen-Image without its text mask")
+    parser.add_argument("--profile", action="store_true", help=f"add the {KERNELS} longest kernels of an epoch")
     parser.add_argument("--only", nargs="+", default=[""], help="cells that begin so, like flux_fill-lora-fast")
     parser.add_argument("--out", type=Path, help="JSON to write")
     parser.add_argument("--table", action="store_true", help="print what --out holds, run nothing")
@@ -155,17 +182,24 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         return result
     if not given.dry_run and not torch.cuda.is_available():
         parser.error("there is no GPU here; --dry-run takes toy sizes and the CPU")
+    if given.prompt_tokens is not None and given.prompt_tokens < SHORTEST:
+        parser.error(f"--prompt-tokens: given {given.prompt_tokens}; expected {SHORTEST} or more")
     device = torch.device("cpu" if given.dry_run else "cuda")
     toy = given.dry_run
-    levers = {"attention": given.attention, "peft_lora": given.peft_lora, "no_autocast": given.no_autocast}
-    sizes = Sizes(device, toy, 32 if toy else given.side, 1 if toy else given.steps, **levers)
+    sizes = Sizes(
+        device,
+        toy,
+        32 if toy else given.side,
+        1 if toy else given.steps,
+        **{name: getattr(given, name) for name in (*Sizes(device, toy, 0, 0).levers(), "profile")},
+    )
     wanted = [cell for cell in cells() if cell.name.startswith(tuple(given.only))]
     until = time.monotonic() + 60 * given.minutes
     result = {
         "machine": machine() | gpu(device),
         "dry_run": given.dry_run,
         "side": sizes.side,
-        "levers": levers,
+        "levers": sizes.levers(),
         "rows": [],
     }
     rows = measured_before(given.out, result) if given.out else {}
@@ -185,7 +219,8 @@ def measured_before(file: Path, result: dict[str, Any]) -> dict[str, dict[str, A
     if not file.exists():
         return {}
     before = json.loads(file.read_text(encoding="utf-8"))
-    before["levers"] = {"attention": None, "peft_lora": False, "no_autocast": False, **before.get("levers", {})}
+    unused = Sizes(torch.device("cpu"), tiny=True, side=0, steps=0).levers()
+    before["levers"] = {**unused, **before.get("levers", {})}
     if any(before[key] != result[key] for key in ("machine", "dry_run", "side", "levers")):
         return {}
     names = {(cell.case.name, cell.speed, cell.compiled): cell.name for cell in cells()}
@@ -219,6 +254,9 @@ def row(cell: Cell, sizes: Sizes, work: Path, until: float) -> dict[str, Any]:
     about = {"case": cell.case.name, "speed": cell.speed, "compiled": cell.compiled}
     if time.monotonic() > until:
         return {**about, "skipped": "no time left"}
+    if images_of(cell.case, sizes) % rows_of(cell.case, sizes):
+        images, rows = images_of(cell.case, sizes), rows_of(cell.case, sizes)
+        return {**about, "skipped": f"{images} images make no forwards of {rows}"}
     config = run_file(cell, sizes, work)
     counted = report_memory(config)
     has = torch.cuda.get_device_properties(sizes.device).total_memory if sizes.device.type == "cuda" else None
@@ -230,7 +268,8 @@ def row(cell: Cell, sizes: Sizes, work: Path, until: float) -> dict[str, Any]:
     except (torch.OutOfMemoryError, OutOfMemory):
         return {**about, "skipped": "out of memory"}
     except Exception as error:  # the other cells are still worth their time
-        return {**about, "failed": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+        failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return {**about, "failed": failed, "traceback": traceback.format_exc()}
     finally:
         torch.compiler.reset()
         gc.collect()
@@ -238,8 +277,42 @@ def row(cell: Cell, sizes: Sizes, work: Path, until: float) -> dict[str, Any]:
             torch.cuda.empty_cache()
 
 
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"given {text}; expected 1 or more")
+    return number
+
+
+def images_of(case: Case, sizes: Sizes) -> int:
+    """Of a step."""
+    return 2 if sizes.tiny else case.groups * case.group_size
+
+
+def rows_of(case: Case, sizes: Sizes) -> int:
+    """Images of a training forward."""
+    return sizes.rows or (1 if sizes.tiny else case.rows)
+
+
+@contextmanager
+def text_mask(kept: bool) -> Iterator[None]:
+    """Inside, the networks of Qwen-Image get their text mask, or none."""
+    cut = qwen.without_common_padding
+    if not kept:
+        qwen.without_common_padding = lambda states, mask: (cut(states, mask)[0], None)
+    try:
+        yield
+    finally:
+        qwen.without_common_padding = cut
+
+
 def measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[str, Any]:
     """An epoch to warm up, then the measured ones."""
+    with text_mask(not sizes.no_mask):
+        return _measure(cell, config, sizes, until)
+
+
+def _measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[str, Any]:
     gc.collect()
     before = held_bytes(sizes.device)
     with random_weights(sizes.device):
@@ -263,6 +336,7 @@ def measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[s
                 epoch()
                 if time.monotonic() > enough:
                     break
+            kernels = {"kernels": longest_kernels(epoch, sizes.device)} if sizes.profile else {}
         steps = [line for line in read_metrics(run.dir.path / "metrics.jsonl") if line["kind"] == "train"][1:]
     finally:
         run.close()
@@ -273,8 +347,25 @@ def measure(cell: Cell, config: RunConfig, sizes: Sizes, until: float) -> dict[s
         "first_step_s": round(first, 3),
         "held_gib": round((held[-1] - before) / 2**30, 3),
         "max_abs_log_ratio": max(line["max_abs_log_ratio"] for line in steps),
-        **reported([line["time"] for line in steps]),
+        **reported([line["time"] for line in (steps[:-1] if sizes.profile else steps)]),
+        **kernels,
     }
+
+
+def longest_kernels(block: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
+    """Name, calls, milliseconds and share of the kernels of a block that took the longest; operations, on a CPU."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities, acc_events=True) as profiled:
+        seconds(block)
+    events = [e for e in profiled.key_averages() if (e.device_type == DeviceType.CUDA) == on_gpu]
+    spent = {e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1000 for e in events}
+    calls, whole = {e.key: e.count for e in events}, sum(spent.values())
+    longest = sorted(spent, key=spent.__getitem__, reverse=True)[:KERNELS]
+    return [
+        {"name": name[:160], "calls": calls[name], "ms": round(spent[name], 3), "share": round(spent[name] / whole, 4)}
+        for name in longest
+    ]
 
 
 def unfuse_lora(network: nn.Module) -> None:
@@ -338,7 +429,8 @@ def run_file(cell: Cell, sizes: Sizes, work: Path) -> RunConfig:
         write_encoder(encoder, tiny=sizes.tiny)
     train = TRAINED[case.trained] | ({"image_encoder": str(encoder)} if case.trained == "ip_adapter" else {})
     groups, group_size = (1, 2) if sizes.tiny else (case.groups, case.group_size)
-    images, rows = groups * group_size, 1 if sizes.tiny else case.rows
+    images, rows = images_of(case, sizes), rows_of(case, sizes)
+    template, length = text_of(case, sizes)
     return parse_run(
         {
             "name": cell.name,
@@ -349,9 +441,14 @@ def run_file(cell: Cell, sizes: Sizes, work: Path) -> RunConfig:
                 "free_text_encoders": True,
                 "train": train,
                 **({"attention": sizes.attention} if takes_attention(case, sizes) else {}),
-                **({"max_sequence_length": 64} if sizes.tiny and case.family != "sd_inpaint" else {}),
+                **({"max_sequence_length": length} if length and case.family != "sd_inpaint" else {}),
             },
-            "data": {"format": "self_bench", "path": str(data), "resolution": [side, side]},
+            "data": {
+                "format": "self_bench",
+                "path": str(data),
+                "resolution": [side, side],
+                "prompt_template": template,
+            },
             "rollout": {
                 "group_size": group_size,
                 "global_groups_per_batch": groups,
@@ -379,6 +476,15 @@ def run_file(cell: Cell, sizes: Sizes, work: Path) -> RunConfig:
             "logging": {"dir": str(work / "runs"), "sinks": []},
         }
     )
+
+
+def text_of(case: Case, sizes: Sizes) -> tuple[str, int | None]:
+    """Template of the prompts and `max_sequence_length` for the wanted number of tokens. A prompt of Qwen-Image has
+    exactly so many, the end of its chat included; other networks get every prompt padded to that length."""
+    template, tokens = "The text is '{text}'.", sizes.prompt_tokens
+    if tokens is None or case.family != "qwen_image":
+        return template, tokens or (64 if sizes.tiny else None)
+    return template + "." * (tokens - SHORTEST), -(-tokens // qwen.BUCKET) * qwen.BUCKET
 
 
 def takes_attention(case: Case, sizes: Sizes) -> bool:

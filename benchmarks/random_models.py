@@ -17,6 +17,7 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     DDIMScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -30,6 +31,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     SiglipVisionConfig,
     SiglipVisionModel,
     T5Config,
@@ -40,6 +43,8 @@ from retouch.families import FAMILIES
 from retouch.families.meta import on_meta, released_networks
 from retouch.families.qwen.spec import FACTS
 from retouch.families.qwen.tiny import byte_qwen_tokenizer
+from retouch.families.qwen3.spec import QWEN3_4B
+from retouch.families.qwen3.tiny import chat_tokenizer
 from retouch.families.tiny import byte_clip_tokenizer, tiny_image_encoder, tiny_pipeline
 
 QWEN_TEXT = FACTS["released"]["text_encoder"]
@@ -98,6 +103,7 @@ PUBLISHED: dict[str, Networks] = {
     "flux_fill": {"vae": FLUX_VAE, "text_encoder": clip, "text_encoder_2": t5},
     "sd_inpaint": {"vae": SD_VAE, "text_encoder": clip},
     "qwen_image": {"vae": AutoencoderKLQwenImage, "text_encoder": qwen_vl},
+    "flux2_klein": {"vae": AutoencoderKLFlux2, "text_encoder": lambda: Qwen3ForCausalLM(Qwen3Config(**QWEN3_4B))},
 }
 """What stands beside the trained network, which the family builds itself."""
 
@@ -150,6 +156,8 @@ def scheduler(family: str, toy: Any) -> Any:
     if family == "sd_inpaint":
         levels: Any = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
         return DDIMScheduler(**levels, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
+    if family == "flux2_klein":
+        return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     terminal = 0.02 if family == "qwen_image" else None
     longest, most = (8192, 0.9) if family == "qwen_image" else (4096, 1.15)
     return FlowMatchEulerDiscreteScheduler(
@@ -161,6 +169,8 @@ def tokenizers(family: str, toy: Any) -> dict[str, Any]:
     """Folder -> tokenizer of bytes."""
     if family == "qwen_image":
         return {"tokenizer": byte_qwen_tokenizer()}
+    if family == "flux2_klein":
+        return {"tokenizer": chat_tokenizer()}
     clip_tokenizer: Any = byte_clip_tokenizer()
     if toy is None:
         clip_tokenizer.model_max_length = 77

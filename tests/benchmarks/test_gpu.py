@@ -6,11 +6,13 @@ import json
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import QwenImageTransformer2DModel
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -34,6 +36,7 @@ RELEASED = {
     },
     "sd_inpaint": {"unet": 859_535_364, "vae": 83_653_863, "text_encoder": 123_060_480},
     "qwen_image": {"transformer": 20_430_401_088, "vae": 126_892_531, "text_encoder": 8_292_166_656},
+    "flux2_klein": {"transformer": 3_875_544_576, "vae": 84_046_115, "text_encoder": 4_022_468_096},
 }
 """Parameters of the published weights."""
 
@@ -121,6 +124,58 @@ def test_rows_of_a_file_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gpu, "machine", lambda: {"another": True})
     assert len(gpu.main(["--dry-run", "--only", both[0], "--out", str(out)])["rows"]) == 1
     assert asked[-1] == both[0]
+
+
+@pytest.fixture
+def masks(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, bool]]:
+    """Length of the text, and whether it has a mask, of every forward of Qwen-Image's network."""
+    seen: set[tuple[int, bool]] = set()
+    forward = QwenImageTransformer2DModel.forward
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.add((kwargs["encoder_hidden_states"].shape[1], kwargs["encoder_hidden_states_mask"] is not None))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(QwenImageTransformer2DModel, "forward", watched)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({}, {(gpu.SHORTEST, False)}),
+        ({"prompt_tokens": 96, "rows": 2, "profile": True}, {(96, False)}),
+        ({"prompt_tokens": 60}, {(64, True)}),
+        ({"prompt_tokens": 60, "no_mask": True}, {(64, False)}),
+    ],
+    ids=["as_it_is", "of_one_length", "of_no_bucket", "without_mask"],
+)
+def test_rows_and_text_of_a_cell(
+    options: dict[str, Any], texts: set[tuple[int, bool]], masks: set[tuple[int, bool]], tmp_path: Path
+) -> None:
+    """Prompts that fill a bucket need no mask; with --no-mask there is none at any length, and afterwards the code that
+    makes it is as before."""
+    before = gpu.qwen.without_common_padding
+    row = gpu.row(cell("qwen_image-lora-fast-plain"), replace(DRY, **options), tmp_path, time.monotonic() + 600)
+    assert masks == texts and row["step_s"] > 0
+    assert gpu.qwen.without_common_padding is before
+    assert row["settings"]["batch_size_per_device"] == options.get("rows", 1)
+    assert ("kernels" in row) == ("profile" in options)
+    if "kernels" in row:
+        assert len(row["kernels"]) == gpu.KERNELS and 0.3 < sum(k["share"] for k in row["kernels"]) <= 1
+        assert [k["ms"] for k in row["kernels"]] == sorted((k["ms"] for k in row["kernels"]), reverse=True)
+
+
+def test_prompts_that_would_be_too_short_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--dry-run", "--prompt-tokens", "8"])
+    assert "--prompt-tokens: given 8; expected 32 or more" in capsys.readouterr().err
+
+
+def test_rows_that_do_not_divide_the_images_are_told(tmp_path: Path) -> None:
+    rows = replace(DRY, rows=3)
+    found = gpu.row(cell("sd_inpaint-lora-fast-plain"), rows, tmp_path, time.monotonic() + 600)
+    assert found["skipped"] == "2 images make no forwards of 3"
 
 
 def test_time_that_is_up_and_a_device_that_is_too_small_are_told(

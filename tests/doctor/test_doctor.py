@@ -228,6 +228,30 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
+def test_a_gpu_that_fails_is_a_line_and_the_others_are_listed(
+    run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that another process fills or has for itself alone; the doctor is asked because of it."""
+
+    def free(device: int) -> tuple[int, int]:
+        if device == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 MiB")
+        return 2**40, 2**40
+
+    for name, answer in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "mem_get_info": free,
+        "get_device_name": lambda device: "H100",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    assert [gpu.name for gpu in find_gpus().usable] == ["H100"]
+    assert only("fix", run_yaml()) == (
+        "GPU 0",
+        "torch cannot use it: CUDA out of memory; end what holds it (nvidia-smi), or hide it (CUDA_VISIBLE_DEVICES)",
+    )
+
+
 TOO_SMALL = (
     "set model.train.kind=lora, ema=null, training.sharding=fsdp2 on several devices or "
     "model.offload_text_encoders=true, or take a larger one"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from retouch.config import RunConfig, derive
-from retouch.data.dataset import load_dataset
-from retouch.families.loading import load_model
 from retouch.observe import cost
 from retouch.observe.cost import Costs, forward_flops
 from retouch.observe.timing import Stopwatch
@@ -22,7 +23,9 @@ from retouch.tiny.signs import (
     draw_words,
     write_signs,
 )
+from retouch.types import Example
 from tests.algorithms.runs import of_kind, train
+from tests.families.test_contract import CASES, examples_of, start, times_of, tiny
 from tests.tiny_models import tiny_model
 
 Config = Callable[..., RunConfig]
@@ -84,22 +87,92 @@ def test_supervised_rows_are_images(config: Config) -> None:
         assert seconds["images_per_s"] == pytest.approx(seconds["images"] / seconds["step"], rel=0.01)
 
 
-@pytest.mark.parametrize("family", ["flux_fill", "sd_inpaint"])
-def test_flops_are_those_of_the_real_network(family: str, config: Config) -> None:
-    """Counted on a bare copy; for one row, whatever the batch."""
-    length = {"max_sequence_length": 24} if family == "flux_fill" else {}
-    given = config(model={"family": family, "path": "tiny", "dtype": "fp32", **length}, rollout__noise_level=None)
-    model: Any = load_model(given.model)
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    model.network.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
-    examples = list(load_dataset(given.data, "data", model.spec.needs))[:3]
-    condition = model.encode(examples, 1.0)
-    x = torch.randn(3, model.spec.latent_channels, 8, 16)
+class Multiplications(TorchFunctionMode):
+    """FLOPs of matrices, convolutions and attention by their closed forms, from the shapes of a real forward: nothing
+    that torch's own counter knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name == "linear":
+            self.flops += 2 * output.numel() * args[0].shape[-1]
+        elif name in ("conv2d", "conv3d"):
+            weight = args[1]
+            self.flops += 2 * output.numel() * math.prod(weight.shape[1:])
+        elif name in ("matmul", "bmm", "__matmul__"):
+            self.flops += 2 * output.numel() * args[0].shape[-1]
+        elif name == "scaled_dot_product_attention":
+            query, key, value = (args + tuple((kwargs or {}).get(n) for n in ("query", "key", "value")[len(args) :]))[
+                :3
+            ]
+            scores = math.prod(query.shape[:-1]) * key.shape[-2]  # of every head
+            self.flops += 2 * scores * (query.shape[-1] + value.shape[-1])
+        return output
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize(("family", "masked"), CASES)
+def test_flops_are_those_of_the_real_network(
+    family: str, masked: bool, guidance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every family, with a source and mask where it takes them, for prompts of different lengths: by the closed
+    forms, and by torch's counter, of the forward that was computed. With a gradient, what a backward takes is added."""
+    model = tiny(family)
+    if guidance > 1 and not model.spec.doubles_for_guidance:
+        pytest.skip("the scale is an input of the network")
+    condition, x, t = model.encode(examples_of(masked), guidance), start(model), times_of(model)
     # torch's counter has no formula for the fused attention of CPUs
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model.predict(model.network, x, torch.full((3,), 0.5), condition)
-    assert forward_flops(model.network, *seen[0]) == pytest.approx(counter.get_total_flops() / 3)
-    assert counter.get_total_flops() > 1e7
+        model.predict(model.network, x, t, condition)
+    with torch.no_grad(), Multiplications() as closed:
+        model.predict(model.network, x, t, condition)
+    monkeypatch.setattr(cost, "peak_flops", lambda network: 1e12)
+    costs = Costs(model.network, Stopwatch(), frozen=True, recomputes=False)
+    before = torch.get_rng_state()
+    for trains in (False, True, True):  # counted once, remembered, and of the same network again
+        with torch.set_grad_enabled(trains):
+            model.predict(model.network, x, t, condition)
+    costs.close()
+    counted = costs.split(seconds=1.0)["tflops"] * 1e12 / (1 + 2 + 2)
+    assert counted == pytest.approx(counter.get_total_flops(), rel=1e-12)
+    assert counted == pytest.approx(closed.flops, rel=1e-12) and counted > 1e7
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_flops_depend_on_the_prompt_and_not_on_the_batch() -> None:
+    """Text has its FLOPs, too: a longer prompt takes more, a larger batch as many a sample."""
+    model, found = tiny("qwen_image"), list[float]()
+    hook = model.network.register_forward_pre_hook(
+        lambda network, args, kwargs: found.append(forward_flops(network, args, kwargs)), with_kwargs=True
+    )
+    for prompt, rows in (("W", 1), ("W", 2), ("The text is " + 40 * "W", 1)):
+        examples = [Example(0, prompt, size=(32, 64))] * rows
+        with torch.no_grad():
+            model.predict(model.network, start(model, rows=rows), times_of(model, rows), model.encode(examples, 1.0))
+    hook.remove()
+    short, twice, long = found
+    assert short == twice < long
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_the_peak_of_a_gpu_by_its_name(name: str, peak: float | None) -> None:
+    assert cost.peak_of(name) == peak
 
 
 @pytest.mark.parametrize(
@@ -114,11 +187,12 @@ def test_flops_of_a_network_with_a_style_adapter(
     family: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted without it, and a GPU's run, which counts them, trains: the UNet's config bears the adapter's mark."""
-    counted: list[float] = []
+    counted: defaultdict[str, set[float]] = defaultdict(set)
 
     def spied(*given: Any) -> float:
-        counted.append(forward_flops(*given))
-        return counted[-1]
+        flops = forward_flops(*given)
+        counted[kind].add(flops)
+        return flops
 
     monkeypatch.setattr(cost, "peak_flops", lambda network: 1e12)
     monkeypatch.setattr(cost, "forward_flops", spied)
@@ -132,13 +206,9 @@ def test_flops_of_a_network_with_a_style_adapter(
     model: dict[str, Any] = {"family": family, "path": tiny_model(family), "dtype": "fp32"}
     if family != "sd_inpaint":
         model["max_sequence_length"] = 24
-    for train_section in (
-        {"kind": "full"},
-        {"kind": "ip_adapter", "image_encoder": "tiny", "tokens": 4},
-    ):
-        train(config(name=train_section["kind"], model={**model, "train": train_section}, **common))
-    bare, adapted = counted
-    assert adapted == bare > 0
+    for kind, options in {"full": {}, "ip_adapter": {"image_encoder": "tiny", "tokens": 4}}.items():
+        train(config(name=kind, model={**model, "train": {"kind": kind, **options}}, **common))
+    assert counted["full"] == counted["ip_adapter"] and min(counted["full"]) > 0
 
 
 class Wide(nn.Linear):

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from retouch.doctor.line import GIB, Line, size
@@ -54,12 +54,14 @@ class Gpus:
     Attributes:
         installed: names that `nvidia-smi` lists.
         problem: why torch could not be imported.
+        failing: number of a GPU that torch lists but cannot use -> its error.
     """
 
     usable: list[Gpu]
     installed: list[str]
     torch: str | None
     problem: str | None = None
+    failing: Mapping[int, str] = field(default_factory=dict[int, str])
 
 
 def machine_line() -> Line:
@@ -126,10 +128,14 @@ def find_gpus() -> Gpus:
     except (ImportError, OSError) as error:  # a library of another version or machine
         return Gpus([], installed, None, f"torch is installed but cannot be imported: {first_line(error)}")
     usable: list[Gpu] = []
+    failing: dict[int, str] = {}
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        free, total = torch.cuda.mem_get_info(i)
-        usable.append(Gpu(torch.cuda.get_device_name(i), total, free))
-    return Gpus(usable, installed, str(torch.__version__))
+        try:
+            free, total = torch.cuda.mem_get_info(i)
+            usable.append(Gpu(torch.cuda.get_device_name(i), total, free))
+        except RuntimeError as error:  # full, in use by one process alone, or broken
+            failing[i] = first_line(error)
+    return Gpus(usable, installed, str(torch.__version__), failing=failing)
 
 
 def _nvidia_smi() -> list[str]:
@@ -151,6 +157,12 @@ def gpu_lines(gpus: Gpus, world_size: int, weights: int | None = None) -> Iterat
     """
     if gpus.problem:
         yield Line("fix", "torch", f"{gpus.problem}; reinstall it")
+    for i, problem in gpus.failing.items():
+        yield Line(
+            "fix",
+            f"GPU {i}",
+            f"torch cannot use it: {problem}; end what holds it (nvidia-smi), or hide it (CUDA_VISIBLE_DEVICES)",
+        )
     for i, gpu in enumerate(gpus.usable):
         yield Line("ok", f"GPU {i}", f"{gpu.name}, {size(gpu.memory)}, {size(gpu.free)} of it free")
     if gpus.usable and world_size > len(gpus.usable):
@@ -160,7 +172,7 @@ def gpu_lines(gpus: Gpus, world_size: int, weights: int | None = None) -> Iterat
             f"{len(gpus.usable)} for {world_size} processes; lower --num_processes (here --world-size), or check "
             "CUDA_VISIBLE_DEVICES",
         )
-    if gpus.usable or gpus.problem:
+    if gpus.usable or gpus.problem or gpus.failing:
         return
     if gpus.installed and gpus.torch:
         yield Line(

@@ -225,7 +225,9 @@ def rng_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all(),
+        "cuda": torch.cuda.get_rng_state_all()
+        if torch.cuda.is_available()
+        else [],  # a driver also counts unusable GPUs
         "numpy": [name, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, cached],  # pyright: ignore
         "python": [version, list(internal), gauss],
     }

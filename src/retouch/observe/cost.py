@@ -10,17 +10,31 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from retouch.observe.measuring import Measurement
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
+    from retouch.observe.flops import CountedNetwork
     from retouch.observe.timing import Stopwatch
 
 COUNTED = ("rollout", "train_forward", "train_backward", "eval")
 """Parts of a step in which the network computes."""
 
-PEAKS: Mapping[str, float] = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
-"""Dense bf16 FLOP/s by a part of the GPU's name, from NVIDIA's data sheets (SXM variants)."""
+PEAKS: Mapping[str, float] = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
+"""Dense bf16 FLOP/s by a part of the GPU's name, the first that is in it, from NVIDIA's data sheets; a name without
+form factor is the SXM variant."""
 
 
 class Costs:
@@ -35,13 +49,15 @@ class Costs:
     def __init__(self, network: nn.Module, clock: Stopwatch, *, frozen: bool, recomputes: bool) -> None:
         self.clock = clock
         self.images = 0
-        self.peak = peak_flops(network)
+        self._rows_of_calls = Measurement("metrics nfe_*, tflops and mfu")
+        self._flops_of_calls = Measurement("metrics tflops and mfu")
+        self._memory = Measurement("metric peak_memory_gib")
+        self.peak = self._flops_of_calls.take(peak_flops, network)
         self._network = network
         self._backward = (1 if frozen else 2) + (1 if recomputes else 0)
         self._model_backward = 1 if frozen else 2
         self._rows: dict[str, int] = defaultdict(int)
         self._flops = 0.0
-        self._flops_of_row: dict[Any, float] = {}
         self._hook = network.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def split(self, seconds: float) -> dict[str, float]:
@@ -53,10 +69,10 @@ class Costs:
         """
         found = {f"nfe_{part}": float(self._rows[part]) for part in COUNTED if self._rows[part]}
         found |= {"images": float(self.images), "images_per_s": self.images / seconds} if self.images else {}
-        if self.peak is not None:
+        if self.peak is not None and self._flops_of_calls.works and self._rows_of_calls.works:
             found["tflops"] = self._flops / seconds / 1e12
             found["mfu"] = self._flops / seconds / self.peak
-        found |= peak_memory()
+        found |= self._memory.take(peak_memory) or {}
         self._rows.clear()
         self.images, self._flops = 0, 0.0
         return found
@@ -67,68 +83,56 @@ class Costs:
     def _count(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         import torch
 
-        rows = len(first_tensor(args, kwargs))
+        rows = self._rows_of_calls.take(rows_in, args, kwargs)
+        if rows is None:
+            return
         part = self.clock.current if self.clock.current in COUNTED else "rollout"
         trains = torch.is_grad_enabled()
         self._rows[part] += rows
         if trains:
             self._rows["train_backward"] += self._backward * rows
         if self.peak is not None:  # model FLOPs exclude recomputation
-            self._flops += rows * self._flops_once(args, kwargs) * (1 + self._model_backward * trains)
-
-    def _flops_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        shape = tuple(first_tensor(args, kwargs).shape[1:])
-        if shape not in self._flops_of_row:
-            self._flops_of_row[shape] = forward_flops(self._network, args, kwargs)
-        return self._flops_of_row[shape]
+            once = self._flops_of_calls.take(forward_flops, self._network, args, kwargs) or 0.0
+            self._flops += rows * once * (1 + self._model_backward * trains)
 
 
-def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The latents in the arguments of a diffusers network [B, ...]."""
-    return args[0] if args else kwargs["hidden_states" if "hidden_states" in kwargs else "sample"]
+def rows_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """B of the latents in the arguments of a diffusers network: of a tensor [B, ...], or a list of B."""
+    return len(args[0] if args else kwargs["hidden_states" if "hidden_states" in kwargs else "sample"])
 
 
-def forward_flops(network: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
-    """FLOPs of a forward of one sample with these arguments (a multiply-add is two), counted on the meta
-    device, without adapters."""
-    import torch
-    from torch.utils._pytree import tree_map_only
-    from torch.utils.flop_counter import FlopCounterMode
+def forward_flops(network: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+    """FLOPs of a forward with these arguments for one sample (a multiply-add is two), without adapters."""
+    from retouch.observe.flops import CountedNetwork
 
-    kind = next(c for c in type(network).__mro__ if c.__module__.startswith("diffusers."))  # not a sharded one
-    config = dict(network.config)
-    if config.get("encoder_hid_dim_type") == "ip_image_proj":  # diffusers sets it on a UNet with a style adapter
-        config["encoder_hid_dim_type"] = None
-    with torch.device("meta"):
-        bare: Any = kind.from_config(config)  # type: ignore[attr-defined]
-    dropped = ("joint_attention_kwargs", "attention_kwargs", "added_cond_kwargs")
-    kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
-    args, kwargs = tree_map_only(
-        torch.Tensor,
-        lambda t: torch.empty_like(t, device="meta", dtype=torch.float32 if t.is_floating_point() else t.dtype),
-        (args, kwargs),
-    )
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        bare(*args, **kwargs)
-    return counter.get_total_flops() / len(first_tensor(args, kwargs))
+    counted = _COUNTED.get(network)
+    if counted is None:
+        counted = _COUNTED[network] = CountedNetwork(network)
+    return counted.flops(args, kwargs) / rows_in(args, kwargs)
 
 
-def peak_flops(network: Any) -> float | None:
+_COUNTED: WeakKeyDictionary[nn.Module, CountedNetwork] = WeakKeyDictionary()
+"""A network -> its copy without weights, which takes seconds to make."""
+
+
+def peak_flops(network: nn.Module) -> float | None:
     """Peak FLOP/s of the network's device; None if unknown."""
     import torch
 
     device = next(network.parameters()).device
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAKS.items() if known in name), None)
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(gpu: str) -> float | None:
+    """Peak FLOP/s of a GPU by its name; None if unknown, and of a slice of one (MIG)."""
+    return next((peak for known, peak in PEAKS.items() if known in gpu and " MIG " not in gpu), None)
 
 
 def peak_memory() -> dict[str, float]:
-    """`peak_memory_gib` of tensors on the GPU since the last call; empty without a GPU."""
+    """`peak_memory_gib` of tensors on the GPU since the last call; empty if this process uses none."""
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_initialized():  # also where it trains on the CPU of a machine with GPUs
         return {}
     peak = torch.cuda.max_memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()

@@ -33,6 +33,7 @@ from retouch.disk import write_whole
 from retouch.imaging import write_png
 from retouch.observe.bar import TrainingBar
 from retouch.observe.log import LogFile, StepLog
+from retouch.observe.measuring import Measurement
 from retouch.observe.sinks import Sink, open_sinks, require_sinks
 from retouch.observe.timing import Stopwatch
 from retouch.rewards.foreign import one_line
@@ -329,16 +330,22 @@ def environment() -> dict[str, Any]:
     """Versions and machine, to repeat the run."""
     import torch
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "gpus": gpus,
+        "gpus": Measurement("names of the GPUs in environment.json").take(_gpu_names) or [],
         "threads": torch.get_num_threads(),
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def _gpu_names() -> list[str]:
+    """Names of the GPUs that torch can use; `device_count` may include others, for example with an old driver."""
+    import torch
+
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
 
 
 @cache

@@ -1,0 +1,1 @@
+from tests.algorithms.conftest import scripted as scripted
