@@ -17,6 +17,7 @@ from PIL import Image
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.config.load import overlaid, parse_run
+from retouch.console import outlasting_readers
 from retouch.errors import Stopped
 from retouch.imaging import Box
 from retouch.observe.run_dir import read_metrics
@@ -49,7 +50,8 @@ def train(run: Path | str | Mapping[str, Any], /, **overrides: Any) -> Run:
     from retouch.algorithms import train as recipes
 
     try:
-        return load(recipes.train(config))
+        with outlasting_readers():
+            return load(recipes.train(config))
     except Stopped as stopped:
         if stopped.code:
             raise

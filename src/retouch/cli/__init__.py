@@ -21,6 +21,7 @@ import typer
 
 from retouch import __version__
 from retouch.cli import data, rewards, runs, use
+from retouch.console import outlast_readers, results_problem
 from retouch.disk import OBSTRUCTED, file_problem
 from retouch.errors import RetouchError, Stopped
 from retouch.plain_text import printable
@@ -68,6 +69,7 @@ def main() -> None:
 
 def _main() -> None:
     """Turn errors that a user can act on into one message and an exit code."""
+    outlast_readers()
     _silence_libraries()
     interrupted.clear()
     interrupt_on_signals()
@@ -87,8 +89,14 @@ def _main() -> None:
         else:
             raise
     if code == _INTERRUPTED:
-        _fail(f"stopped: interrupted{f'; {CONTINUE}' if sys.argv[1:2] == ['train'] else ''}", 3)
+        _fail(f"stopped: interrupted{f'; {CONTINUE}' if _trains() else ''}", 3)
+    if not code and not _trains() and (problem := results_problem()):  # the result of a run is its directory
+        _fail(f"error: {problem}", 1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _trains() -> bool:
+    return sys.argv[1:2] == ["train"]
 
 
 def _silence_libraries() -> None:
