@@ -24,6 +24,7 @@ from retouch.cli import data, rewards, runs, use
 from retouch.console import outlast_readers, results_problem
 from retouch.disk import OBSTRUCTED, file_problem
 from retouch.errors import RetouchError, Stopped, first_line
+from retouch.machine import let_threads_sleep
 from retouch.plain_text import printable
 from retouch.signals import interrupt_on_signals, interrupted
 from retouch.training.stopping import CONTINUE
@@ -71,6 +72,7 @@ def main() -> None:
 def _main() -> None:
     """Turn errors that a user can act on into one message and an exit code."""
     outlast_readers()
+    let_threads_sleep()
     _silence_libraries()
     interrupted.clear()
     interrupt_on_signals()
