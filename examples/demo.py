@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from retouch.console import outlast_readers
 from retouch.observe.report import milestones
 from retouch.observe.run_dir import read_metrics
+from retouch.signals import ENDING
 from retouch.training.evaluation import (
     Evaluation,
     load_evaluation,
@@ -37,8 +40,16 @@ CONFIG = REPOSITORY / "configs/tiny/flux_fill_grpo.yaml"
 MEASURES = {"NED": "ocr.ned", "exact words": "ocr.exact", "glyph correlation": "glyph_correlation"}
 
 
+SIGNALS: list[int] = []
+"""Signals to this process, which the command that runs receives as well."""
+
+
 def main() -> None:
     started = time.monotonic()
+    outlast_readers()
+    for number in (signal.SIGINT, *ENDING):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda received, _: SIGNALS.append(received))
     make_data(DATA)
     retouch("train", str(CONFIG), "name=demo", "resume=auto", DATA_PATH=str(DATA))
     retouch("report", str(RUN))
@@ -61,11 +72,16 @@ def make_data(out: Path) -> None:
 
 
 def retouch(*arguments: str, **environment: str) -> None:
-    """Run a command of the package, after printing it; end with its exit code if it fails."""
+    """Run a command of the package, after printing it; end with its exit code if it fails. A signal stops it as one to
+    the command itself would: training writes a checkpoint, and ends its reward server."""
     print("$", *(f"{k}={v}" for k, v in environment.items()), "retouch", *arguments, flush=True)
-    ended = subprocess.run([sys.executable, "-m", "retouch", *arguments], env={**os.environ, **environment})
-    if ended.returncode:
-        sys.exit(ended.returncode)
+    command = subprocess.Popen([sys.executable, "-m", "retouch", *arguments], env={**os.environ, **environment})
+    while command.poll() is None:
+        while SIGNALS:
+            command.send_signal(SIGNALS.pop())
+        time.sleep(0.1)
+    if command.returncode or SIGNALS:
+        sys.exit(command.returncode or 3)
 
 
 def evaluations(run: Path) -> dict[str, Evaluation]:

@@ -115,6 +115,9 @@ def server(detect: Callable[..., list[dict[str, Any]]], name: str, host: str, po
                 return
             self.answer(200, {"detector": name, "objects": objects})
 
+        def log_message(self, format: str, *values: object) -> None:
+            """No line for each request: a terminal that is gone would fail them all."""
+
         def answer(self, status: int, reply: dict[str, Any]) -> None:
             payload = json.dumps(reply).encode()
             self.send_response(status)

@@ -11,11 +11,32 @@ if [ "${1-}" = --dry-run ]; then
 fi
 
 launch() {
-  [ -n "$dry_run" ] || exec "$@"
+  if [ -z "$dry_run" ]; then
+    [ "$1" = accelerate ] || exec "$@" # retouch handles every signal itself
+    supervise "$@"
+  fi
   printf '%q' "$1"
   shift
   [ $# -eq 0 ] || printf ' %q' "$@"
   echo
+}
+
+# `supervise COMMAND ...` runs a launcher, and passes every signal on as SIGTERM, which launchers pass on to their
+# processes; SIGUSR1 and SIGUSR2, which SLURM sends before the time limit (--signal=USR1@300), would end them.
+supervise() {
+  local child code=0 heard=
+  trap 'heard=1; kill -TERM "$child" 2>/dev/null || true' INT TERM HUP USR1 USR2
+  (
+    trap '' USR1 USR2 # without B:, SLURM sends them to the launcher as well
+    exec "$@"
+  ) &
+  child=$!
+  while true; do
+    heard=
+    code=0
+    wait "$child" || code=$?
+    [ -n "$heard" ] || exit "$code"
+  done
 }
 
 # `run_file FAMILY ALGORITHM [full]` sets the array `run`: the run file that fits the data of the environment, and the

@@ -12,7 +12,12 @@ RETOUCH_EXIT_CODES=$(mktemp)
 export RETOUCH_EXIT_CODES
 child=
 trap 'rm -f "$RETOUCH_EXIT_CODES"' EXIT
-trap 'trap "" INT TERM; [ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }; exit 3' INT TERM
+trap 'trap "" INT TERM HUP USR1 USR2; [ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }; exit 3' INT TERM HUP USR1 USR2
+trap '' PIPE # a reader of these messages that ends must not end the command, or keep it from being run again
+
+say() {
+  echo "$1" >&2 || true
+}
 
 refuse() {
   echo "$1" >&2
@@ -59,11 +64,11 @@ restarts=0
 while true; do
   waiting=
   until devices=$(free_gpus) && [ -n "$devices" ]; do
-    [ -n "$waiting" ] || echo "waiting until $condition" >&2
+    [ -n "$waiting" ] || say "waiting until $condition"
     waiting=1
     sleep "${POLL_S:-60}" & wait $!
   done
-  echo "starting on GPUs $devices: $*" >&2
+  say "starting on GPUs $devices: $*"
   : >"$RETOUCH_EXIT_CODES"
   CUDA_VISIBLE_DEVICES=$devices "$@" &
   child=$!
@@ -73,6 +78,6 @@ while true; do
   if [ -s "$RETOUCH_EXIT_CODES" ] && ! grep -qvx 3 "$RETOUCH_EXIT_CODES"; then code=3; fi
   [ "$code" -eq 3 ] || exit "$code"
   restarts=$((restarts + 1))
-  [ "$restarts" -le "${MAX_RESTARTS:-10}" ] || { echo "stopped $restarts times; no more restarts" >&2; exit 3; }
-  echo "stopped, resumable; restart $restarts" >&2
+  [ "$restarts" -le "${MAX_RESTARTS:-10}" ] || { say "stopped $restarts times; no more restarts"; exit 3; }
+  say "stopped, resumable; restart $restarts"
 done

@@ -27,10 +27,10 @@ from retouch.imaging import open_image
 from retouch.observe.log import LogFile
 from retouch.observe.run_dir import RunLock
 from retouch.rewards.client.endpoints import resolve_urls
+from retouch.signals import ENDING
 from retouch.tiny import image_encoder
 from retouch.tiny.edits import write_edits
 from retouch.tiny.training import empty_folder
-from retouch.training.stopping import ENDING
 from tests.command_line import Outcome, retouch
 from tests.selection import cells
 
@@ -451,7 +451,7 @@ def test_damaged_weights_are_not_exported(finished: Finished, tmp_path: Path, to
     assert refused(retouch("export", folder, "--to", to, "--out", tmp_path / "out")).startswith(f"{folder}: damaged (")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [*ENDING, signal.SIGINT])
 def test_a_signal_ends_every_command_as_a_stop(
     finished: Finished, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -610,7 +610,7 @@ def misread(config: object, number: int) -> None:
 
 
 @pytest.mark.parametrize("library", [lambda config, number: os.kill(os.getpid(), number), misread])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", ENDING)
 def test_a_signal_while_the_model_loads_is_a_stop(
     run_yaml: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,

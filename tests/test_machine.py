@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from retouch import machine
+from retouch.machine import WAIT_POLICY, let_threads_sleep, threads_sleep
 
 
 def test_freed_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +30,62 @@ def test_freed_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch)
     assert trimmed == [0, 0] and slept == [machine.TRIM_S] * 3
     monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: SimpleNamespace())
     machine.return_memory()
+
+
+ENTRY = """
+import os, sys
+import retouch.cli as cli
+assert "torch" not in sys.modules  # its OpenMP reads the variable when it is loaded
+cli.app = lambda **_: print(os.environ["OMP_WAIT_POLICY"])
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(given: str | None, expected: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != WAIT_POLICY}
+    environment |= {} if given is None else {WAIT_POLICY: given}
+    done = subprocess.run([sys.executable, "-c", ENTRY], env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == (f"{expected}\n", "", 0)
+
+
+def test_after_torch_the_policy_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WAIT_POLICY, raising=False)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    assert not let_threads_sleep() and WAIT_POLICY not in os.environ
+    monkeypatch.setenv(WAIT_POLICY, "passive")
+    assert let_threads_sleep() and threads_sleep()
+    monkeypatch.setenv(WAIT_POLICY, "active")
+    assert let_threads_sleep() and not threads_sleep()
+
+
+SHARED = """
+import os, sys, time
+import retouch.cli as cli
+def work(**_):
+    import torch
+    torch.set_num_threads(2)
+    a, b = torch.ones(1 << 17), torch.ones(1 << 17)
+    a + b  # its threads exist from here on
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})
+    started = time.process_time()
+    for _ in range(100):
+        a + b
+    print(time.process_time() - started)
+cli.app = work
+cli.main()
+"""
+"""Two threads that share one core, as on a machine that other programs keep busy."""
+
+
+@pytest.mark.full
+def test_two_threads_on_one_core_do_not_spin() -> None:
+    seconds = {}
+    for policy in ("PASSIVE", "ACTIVE"):
+        environment = {n: v for n, v in os.environ.items() if n not in (WAIT_POLICY, "OMP_NUM_THREADS")}
+        environment |= {WAIT_POLICY: policy} if policy == "ACTIVE" else {}
+        command = [sys.executable, "-c", SHARED]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        seconds[policy] = float(done.stdout)
+    assert seconds["PASSIVE"] < seconds["ACTIVE"] / 4, seconds

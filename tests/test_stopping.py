@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from retouch.signals import ENDING, NOTICES, interrupt_on_signals
 from retouch.training import stopping
 from retouch.training.stopping import StopRequests
 
@@ -38,10 +39,55 @@ def test_a_later_signal_leaves_at_once(requests: StopRequests, monkeypatch: pyte
 
 
 def test_handlers_are_those_before_it(requests: StopRequests) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, *stopping.ENDING)]
+    before = [signal.getsignal(number) for number in (signal.SIGINT, *ENDING)]
     with requests.handling_signals():
-        assert [signal.getsignal(number) for number in (signal.SIGINT, *stopping.ENDING)] != before
-    assert [signal.getsignal(number) for number in (signal.SIGINT, *stopping.ENDING)] == before
+        assert [signal.getsignal(number) for number in (signal.SIGINT, *ENDING)] != before
+    assert [signal.getsignal(number) for number in (signal.SIGINT, *ENDING)] == before
+
+
+def test_a_notice_of_the_scheduler_is_no_first_of_two_requests(
+    requests: StopRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM sends SIGUSR1 to every process of a step, and SIGTERM when the time is up: the run has until SIGKILL."""
+    monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.05)
+    with requests.handling_signals():
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+    assert requests.asked() == ("received SIGUSR1", 3, stopping.CONTINUE)
+
+
+@pytest.mark.parametrize("number", NOTICES)
+def test_whose_a_notice_is(requests: StopRequests, number: signal.Signals) -> None:
+    """A launcher that ignores it passes that on; a program that trains through the Python interface may use it."""
+    heard: list[int] = []
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, *ENDING)}
+    try:
+        signal.signal(number, lambda received, frame: heard.append(received))
+        interrupt_on_signals()
+        with requests.handling_signals():
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+        assert (heard, requests.asked()) == ([number], None)
+        signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup's
+        interrupt_on_signals()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+        with requests.handling_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not requests.heard
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+        assert requests.asked() == (f"received {number.name}", 3, stopping.CONTINUE)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def test_an_alarm_has_a_cause_that_has_to_go_before_the_run_continues(requests: StopRequests) -> None:

@@ -469,6 +469,38 @@ FINDINGS = {
         "benchmarks_room/test_hostile.py",
         "test_what_is_no_file_in_place_of_a_table_is_not_read",
     ),
+    "A reader of the output that ended, a closed terminal or a full disk behind it ended a run": (
+        "test_console.py",
+        "test_a_run_trains_on_when_its_output_is_lost",
+    ),
+    "The same ended the process with exit code 120, or without a message": (
+        "test_console.py",
+        "test_no_library_ends_a_program_whose_output_nobody_reads",
+    ),
+    "A script that restarts runs ended when nobody read its messages": (
+        "scripts/test_launchers.py",
+        "test_the_monitor_goes_on_when_nobody_reads_its_messages",
+    ),
+    "SIGUSR1, which SLURM sends before the time limit, ended a run without a checkpoint": (
+        "test_stopping.py",
+        "test_a_notice_of_the_scheduler_is_no_first_of_two_requests",
+    ),
+    "SIGUSR1 ended a launcher and left its processes": (
+        "scripts/test_launchers.py",
+        "test_signals_reach_the_processes_of_a_launcher_as_sigterm",
+    ),
+    "SIGTERM to the demo left its training and its reward server running": (
+        "examples/test_demo.py",
+        "test_a_signal_to_the_demo_stops_its_training",
+    ),
+    "A process whose neighbour was killed ended in a traceback": (
+        "scripts/test_launchers.py",
+        "test_a_process_whose_neighbour_is_killed_ends_with_one_line",
+    ),
+    "A pickled or damaged text encoder, or a config of wrong types, ended in a traceback": (
+        "families/test_unreadable.py",
+        "test_weights_that_a_library_cannot_read",
+    ),
 }
 """Fault that later trials showed -> (file below tests/, test that failed before)."""
 

@@ -2,6 +2,9 @@
 
 Each function does the same as the command of its name, in this process. torch is imported on the first call that
 needs it.
+
+The commands let torch's threads on the CPU sleep while they wait (OMP_WAIT_POLICY=PASSIVE, unless it is set). `train`
+and `load` do so too, but not where torch was imported before: set the variable in the environment of the program then.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from PIL import Image
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.config.load import overlaid, parse_run
+from retouch.console import outlasting_readers
 from retouch.errors import Stopped
 from retouch.imaging import Box
+from retouch.machine import let_threads_sleep
 from retouch.observe.run_dir import read_metrics
 from retouch.use.exporting import export_weights
 from retouch.use.items import SampleRequest, items_to_sample
@@ -45,11 +50,17 @@ def train(run: Path | str | Mapping[str, Any], /, **overrides: Any) -> Run:
         RetouchError: `retouch.errors` lists the classes. `Stopped`: on a signal or a reward outage; train again with
             `resume="auto"`.
     """
+    if not let_threads_sleep():
+        logger.info(
+            "torch was imported before retouch, and its threads spin while they wait: on a machine that other programs "
+            "keep busy, set OMP_WAIT_POLICY=PASSIVE in the environment"
+        )
     config = load_run(run, overrides) if isinstance(run, Path | str) else parse_run(overlaid(run, overrides))
     from retouch.algorithms import train as recipes
 
     try:
-        return load(recipes.train(config))
+        with outlasting_readers():
+            return load(recipes.train(config))
     except Stopped as stopped:
         if stopped.code:
             raise
@@ -67,6 +78,7 @@ def load(run_dir: Path | str, *, checkpoint: Path | str | None = None, raw: bool
     Raises:
         ConfigError: not a run directory.
     """
+    let_threads_sleep()
     path = Path(run_dir).expanduser()
     if not (path / "config.yaml").is_file():
         raise ConfigError(f"run_dir: given {str(path)!r}; expected a run directory (it has no config.yaml)")

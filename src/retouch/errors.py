@@ -7,6 +7,7 @@ complete: what was given, what is expected, what to set. The command line prints
 from __future__ import annotations
 
 import os
+import pickle
 import traceback
 from pathlib import Path
 
@@ -43,6 +44,24 @@ def shown(value: object, most: int = 80) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of a foreign error, without a full stop or colon at its end; its type if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(". :")
+
+
+def why_unreadable(error: Exception) -> str | None:
+    """The problem of a model's files, from an error of the library that loads them, which may raise anything on damaged
+    ones; None for an error of another cause: a missing package, too little memory, or a message of this package."""
+    if isinstance(error, RetouchError | ImportError | MemoryError):
+        return None
+    if isinstance(error, RuntimeError) and "memory" in str(error):
+        return None
+    if isinstance(error, pickle.UnpicklingError):
+        return (
+            "a file of weights is damaged, or a pickle of more than tensors, which could run any program; use a copy "
+            "with safetensors files"
+        )
+    told = first_line(error)
+    if isinstance(error, OSError | ValueError | RuntimeError) or told == type(error).__name__:
+        return told
+    return f"{type(error).__name__}: {told}"
 
 
 class InputError(RetouchError, ValueError):

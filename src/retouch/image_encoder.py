@@ -20,7 +20,7 @@ from transformers import AutoConfig, CLIPVisionModelWithProjection, SiglipVision
 from transformers.utils.hub import cached_file
 
 from retouch.config.errors import ConfigError
-from retouch.errors import first_line
+from retouch.errors import why_unreadable
 from retouch.hub import require_hub
 from retouch.lru import LruCache
 
@@ -95,10 +95,10 @@ class ImageEncoder:
             network, output = KINDS[kind]
             model, info = network.from_pretrained(path, dtype=dtype, output_loading_info=True)
             options = _preprocessor(path)
-        except (OSError, ValueError, RuntimeError, json.JSONDecodeError) as error:
-            if isinstance(error, ConfigError):
+        except Exception as error:
+            if (problem := why_unreadable(error)) is None:
                 raise
-            raise ConfigError(f"{where}, which cannot be loaded: {first_line(error)}") from None
+            raise ConfigError(f"{where}, which cannot be loaded: {problem}") from None
         if info["missing_keys"]:  # transformers initializes them at random without an error
             raise ConfigError(f"{where}: {len(info['missing_keys'])} weights are missing; copy it anew")
         mean, std = (options.get(name, (0.5,) * 3) for name in ("image_mean", "image_std"))

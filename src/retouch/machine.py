@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Collection
@@ -43,6 +45,29 @@ def this_machine() -> Machine:
     except OSError:
         boot = ""
     return Machine(socket.gethostname(), boot)
+
+
+WAIT_POLICY = "OMP_WAIT_POLICY"
+
+
+def let_threads_sleep() -> bool:
+    """Let threads of OpenMP sleep while they wait for work, unless the environment has another `WAIT_POLICY` -> whether
+    torch will read it, which it does when it is imported.
+
+    By default they spin, in the runtimes of GNU, LLVM and Intel (which GOMP_SPINCOUNT and KMP_BLOCKTIME may still set):
+    on a machine that other programs keep busy, a thread spins while the one that it waits for gets no core. Set on
+    machines with a GPU as well: the device is not known before torch is imported, and scorers, several processes and
+    their servers share the cores there. The number of threads, and with it every result, stays.
+    """
+    if "torch" in sys.modules:
+        return WAIT_POLICY in os.environ
+    os.environ.setdefault(WAIT_POLICY, "PASSIVE")
+    return True
+
+
+def threads_sleep() -> bool:
+    """Whether threads should sleep while they wait, also those of libraries without OpenMP."""
+    return os.environ.get(WAIT_POLICY, "PASSIVE").strip().upper() != "ACTIVE"
 
 
 def return_memory() -> None:

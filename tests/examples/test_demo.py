@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +48,42 @@ def test_the_result_is_means_and_the_paired_gain_of_rl(tmp_path: Path, capsys: p
         "held-out exact words base 0.000 warmed up 0.000 after RL 0.500 · gain of RL +0.500 [-0.480, +1.480]",
         "held-out glyph correlation base 0.062 warmed up 0.250 after RL 0.438 · gain of RL +0.188 [+0.065, +0.310]",
     ]
+
+
+DEMO = """
+import sys
+from examples import demo
+demo.make_data = lambda out: None
+sys.executable = sys.argv[1]
+demo.main()
+"""
+
+
+TRAINING = """#!/bin/bash
+for name in TERM USR1 INT; do trap "echo $name; exit 3" $name; done
+echo $$ ready
+while true; do sleep 0.05; done
+"""
+
+
+OTHERS = [pytest.param(number, marks=pytest.mark.full) for number in (signal.SIGUSR1, signal.SIGINT)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS])
+def test_a_signal_to_the_demo_stops_its_training(number: signal.Signals, tmp_path: Path) -> None:
+    """`retouch train` writes a checkpoint and ends its reward server; here a program stands in for it."""
+    training = tmp_path / "python"
+    training.write_text(TRAINING, encoding="utf-8")
+    training.chmod(0o755)
+    command = [sys.executable, "-c", DEMO, str(training)]
+    with (
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process,
+        ExitStack() as ends,
+    ):
+        ends.callback(process.kill)
+        assert process.stdout is not None and "retouch train" in process.stdout.readline()
+        pid, _ = process.stdout.readline().split()
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 3
+        assert process.stdout.read() == f"{number.name.removeprefix('SIG')}\n"
+    assert not Path(f"/proc/{pid}").exists()

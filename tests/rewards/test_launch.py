@@ -152,6 +152,8 @@ def test_a_served_scorer_is_alive_ready_and_has_its_options(server: Served) -> N
     info = server.get("/info").json()
     assert alive(info["pid"]) and alive(info["worker_pid"]) and list(info["scorers"]) == ["ocr", "preservation"]
     assert "detect=False" in info["scorers"]["ocr"]["revision"]
+    for pid in (info["pid"], info["worker_pid"]):
+        assert b"OMP_WAIT_POLICY=PASSIVE" in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_json_as_one_would_write_it_for_curl(server: Served, sign: Mapping[str, Path]) -> None:
@@ -171,6 +173,25 @@ def test_sigterm_ends_it(tmp_path: Path) -> None:
     with served(tmp_path, "preservation") as one:
         one.process.send_signal(signal.SIGTERM)
         assert one.process.wait(30) in (0, -signal.SIGTERM)
+        assert not answers(one.url)
+
+
+@pytest.mark.full
+def test_it_outlasts_its_reader_and_a_notice_of_the_scheduler(tmp_path: Path) -> None:
+    """SLURM sends SIGUSR1 to every process of a job; the one that was started by hand decides what follows."""
+    with served(tmp_path, "preservation") as one:
+        assert one.process.stdout is not None
+        one.process.stdout.close()
+        one.process.stdout = None
+        before = one.get("/info").json()
+        for name in ("pid", "worker_pid"):
+            os.kill(before[name], signal.SIGUSR1)
+        time.sleep(1)
+        assert one.get("/info").json() == before
+        os.kill(before["pid"], signal.SIGKILL)  # the supervisor logs it, and starts another
+        until(lambda: ready(one.url), START_S)
+        one.process.send_signal(signal.SIGUSR1)
+        assert one.process.wait(60) == 0
         assert not answers(one.url)
 
 

@@ -240,6 +240,8 @@ def test_threads_reach_the_recogniser(threads: int) -> None:
     scorer.load("cpu")
     options = scorer._engine._load_rec_model().session.session.get_session_options()
     assert options.intra_op_num_threads == threads
+    for pool in ("intra_op", "inter_op"):  # they share the cores with torch
+        assert options.get_session_config_entry(f"session.{pool}.allow_spinning") == "0"
 
 
 def test_the_revision_tells_settings_apart() -> None:

@@ -20,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from retouch.cli import app
 from retouch.config import derive, load_run
 from retouch.observe.run_dir import read_metrics
+from retouch.signals import ENDING
 from tests import forked
 from tests.command_line import retouch
 from tests.configs.conftest import shrink, signs
@@ -389,6 +390,30 @@ def test_two_processes_of_the_package_note_their_codes(tmp_path: Path) -> None:
     assert "traceback : stopped: interrupted" in done.stderr  # and by the launcher, as the cause of its own failure
 
 
+def test_a_process_whose_neighbour_is_killed_ends_with_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, torch, retouch.cli as cli\n"
+        "import torch.distributed as d\n"
+        "def reduce(**_):\n"
+        "    d.init_process_group('gloo'); d.barrier()\n"
+        "    if d.get_rank(): os.kill(os.getpid(), 9)\n"
+        "    d.all_reduce(torch.zeros(1))\n"
+        "cli.app = reduce\n"
+        "cli.main()\n",
+        encoding="utf-8",
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "RETOUCH_EXIT_CODES": str(tmp_path / "codes"), "OMP_NUM_THREADS": "1"}
+    done = forked.run([*launcher, str(script), "train"], env=environment, timeout=120)
+    assert (tmp_path / "codes").read_text(encoding="utf-8") == "1\n"
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: processes cannot communicate: [") and line.endswith(
+        "; another process ended or cannot be reached, see its messages; continue with resume=auto"
+    )
+    assert "retouch/cli" not in done.stderr  # no traceback of the package
+
+
 def test_the_command_line_notes_its_code_and_hands_the_variable_to_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,7 +424,8 @@ def test_the_command_line_notes_its_code_and_hands_the_variable_to_nobody(
         assert "RETOUCH_EXIT_CODES" not in os.environ
 
 
-def test_a_signal_ends_the_command_and_is_no_reason_to_restart(gpus: Path) -> None:
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_ends_the_command_and_is_no_reason_to_restart(number: signal.Signals, gpus: Path) -> None:
     command = [str(REPOSITORY / "scripts/monitor_and_run.sh")]
     body = f"trap 'echo ended >> {gpus}/ended; exit 3' TERM; while true; do sleep 0.1; done"
     with subprocess.Popen([*command, job(gpus, body)], env=with_path(gpus, POLL_S="0.1"), cwd=gpus) as process:
@@ -407,10 +433,41 @@ def test_a_signal_ends_the_command_and_is_no_reason_to_restart(gpus: Path) -> No
         while not (gpus / "runs").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.3)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(timeout=30) == 3
     assert (gpus / "ended").read_text(encoding="utf-8") == "ended\n"
     assert len(runs(gpus)) == 1
+
+
+@pytest.mark.parametrize("number", [*ENDING, signal.SIGINT])
+def test_signals_reach_the_processes_of_a_launcher_as_sigterm(number: signal.Signals, tmp_path: Path) -> None:
+    """torch's launcher passes on SIGTERM; SIGUSR1, which SLURM may send to it as well, would end it."""
+    executable(
+        tmp_path / "accelerate",
+        "trap 'echo TERM; sleep 0.3; exit 3' TERM; kill -USR1 $$; kill -USR2 $$\n"
+        "echo ready; while true; do sleep 0.05; done",
+    )
+    command = [str(REPOSITORY / "scripts/finetune_sd_inpainting_sft_4gpus.sh")]
+    with subprocess.Popen(command, env=with_path(tmp_path), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 3
+        assert process.stdout.read() == "TERM\n"
+
+
+def test_a_launcher_that_ends_by_itself_gives_its_code(tmp_path: Path) -> None:
+    executable(tmp_path / "accelerate", "exit 7")
+    command = [str(REPOSITORY / "scripts/finetune_sd_inpainting_sft_4gpus.sh")]
+    assert subprocess.run(command, env=with_path(tmp_path), check=False).returncode == 7
+
+
+def test_the_monitor_goes_on_when_nobody_reads_its_messages(gpus: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [str(REPOSITORY / "scripts/monitor_and_run.sh"), job(gpus, "[ $n -lt 3 ] && exit 3; exit 0")]
+    done = subprocess.run(command, env=with_path(gpus, POLL_S="0.1"), cwd=gpus, stderr=writer, check=False)
+    os.close(writer)
+    assert (done.returncode, len(runs(gpus))) == (0, 3)
 
 
 def test_its_dry_run_and_its_wrong_usage(gpus: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from retouch.adapters.lora import FILE as LORA_FILE
 from retouch.adapters.lora import file_tensors, folded_lora, save_lora
 from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
+from retouch.errors import ModelFilesError, why_unreadable
 from retouch.families import FAMILIES
 from retouch.families.loading import load_component
 
@@ -180,12 +181,21 @@ def save_pipeline(base: Base, weights: Path, out: Path) -> None:
     elif base.transformer is not None:
         trained[base.network_name] = _other_network(base, *base.transformer)
     with _quietly():
-        pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(base.path, dtype=base.dtype, **trained)
+        pipeline = _base_pipeline(base, trained)
         if base.kind == "lora":
             pipeline.load_lora_weights(str(weights), weight_name=LORA_FILE)
             pipeline.fuse_lora()
             pipeline.unload_lora_weights()
     pipeline.save_pretrained(str(out), safe_serialization=True)
+
+
+def _base_pipeline(base: Base, trained: dict[str, Any]) -> Any:
+    try:
+        return diffusers.DiffusionPipeline.from_pretrained(base.path, dtype=base.dtype, **trained)
+    except Exception as error:
+        if (problem := why_unreadable(error)) is None:
+            raise
+        raise ModelFilesError(f"model.path: cannot load the pipeline of {base.path}: {problem}") from None
 
 
 @contextmanager

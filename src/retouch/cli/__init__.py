@@ -21,10 +21,13 @@ import typer
 
 from retouch import __version__
 from retouch.cli import data, rewards, runs, use
+from retouch.console import outlast_readers, results_problem
 from retouch.disk import OBSTRUCTED, file_problem
-from retouch.errors import RetouchError, Stopped
+from retouch.errors import RetouchError, Stopped, first_line
+from retouch.machine import let_threads_sleep
 from retouch.plain_text import printable
-from retouch.training.stopping import CONTINUE, interrupt_on_signals, interrupted
+from retouch.signals import interrupt_on_signals, interrupted
+from retouch.training.stopping import CONTINUE
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(runs.app)
@@ -68,6 +71,8 @@ def main() -> None:
 
 def _main() -> None:
     """Turn errors that a user can act on into one message and an exit code."""
+    outlast_readers()
+    let_threads_sleep()
     _silence_libraries()
     interrupted.clear()
     interrupt_on_signals()
@@ -87,8 +92,14 @@ def _main() -> None:
         else:
             raise
     if code == _INTERRUPTED:
-        _fail(f"stopped: interrupted{f'; {CONTINUE}' if sys.argv[1:2] == ['train'] else ''}", 3)
+        _fail(f"stopped: interrupted{f'; {CONTINUE}' if _trains() else ''}", 3)
+    if not code and not _trains() and (problem := results_problem()):  # the result of a run is its directory
+        _fail(f"error: {problem}", 1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _trains() -> bool:
+    return sys.argv[1:2] == ["train"]
 
 
 def _silence_libraries() -> None:
@@ -152,8 +163,22 @@ def _outcome(error: Exception) -> tuple[int, str] | None:
         return 2, f"{str(error.filename)[:80]}: {(error.strerror or '').lower()}; give another path"
     if isinstance(error, OSError) and (problem := file_problem(error)):
         return 2 if error.errno in OBSTRUCTED else 1, problem
+    if problem := _lost_process(error):
+        return 1, problem
     if limit := _limit_reached(error):
         return 1, f"{limit}; see `ulimit -a`, or use a machine with more"
+    return None
+
+
+def _lost_process(error: Exception) -> str | None:
+    """One line on a collective operation that failed because another process ended; None for another error. gloo raises
+    plain RuntimeErrors, NCCL and torch's store those of `torch.distributed`."""
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__}
+    if isinstance(error, RuntimeError) and ("torch.distributed.DistError" in kinds or "gloo/" in str(error)):
+        return (
+            f"processes cannot communicate: {first_line(error)}; another process ended or cannot be reached, see its "
+            f"messages; {CONTINUE}"
+        )
     return None
 
 

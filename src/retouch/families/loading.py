@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from transformers.utils.logging import disable_progress_bar
 
-from retouch.errors import first_line
+from retouch.errors import first_line, why_unreadable
 from retouch.families import FAMILIES
 from retouch.hub import require_hub
 from retouch.model_files import (
@@ -108,9 +108,11 @@ def load_component(
     where = f"{key}: cannot load {f'{subfolder}/ of ' if subfolder else ''}{path} as {kind.__name__}"
     try:
         loaded = read_component(kind, path, subfolder, **keywords)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:
+        if (problem := why_unreadable(error)) is None:
+            raise
         hint = "" if Path(path).is_dir() else "; check the id and the network (gated models need HF_TOKEN)"
-        raise ModelFilesError(f"{where}: {first_line(error)}{hint}") from None
+        raise ModelFilesError(f"{where}: {problem}{hint}") from None
     if not is_network:
         return loaded
     network, info = loaded

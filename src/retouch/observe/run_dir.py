@@ -29,6 +29,7 @@ from filelock import FileLock, Timeout
 
 from retouch import plain_json
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
+from retouch.console import output_problem
 from retouch.disk import write_whole
 from retouch.imaging import write_png
 from retouch.observe.bar import TrainingBar
@@ -78,6 +79,7 @@ class RunDir:
         self._metrics: Any = None
         self._sinks: list[Sink] = []
         self._ended = False
+        self._unread = False
         self._log_file: LogFile | None = None
         self._lock = RunLock(self.path)
 
@@ -172,11 +174,19 @@ class RunDir:
         self._metrics.flush()
         for watcher in self._watchers:
             watcher.see(record)
+        self._note_lost_output()
         self._ended = self._ended or values.get("event") in _ENDS
         numbers = {f"{kind}/{n}": v for n, v in values.items() if isinstance(v, int | float) and type(v) is not bool}
         numbers |= {f"time/{name}": value for name, value in (seconds or {}).items()}
         for sink in self._sinks if numbers else ():
             sink.numbers(numbers, step)
+
+    def _note_lost_output(self) -> None:
+        """Log, once, that log.txt is from here on the only place of log lines."""
+        if not self._unread and (problem := output_problem("stderr")):
+            self._unread = True
+            reason = (problem.strerror or str(problem)).lower()
+            logger.warning("standard error cannot be written (%s): the run goes on, and logs to log.txt alone", reason)
 
     def bar(self, clock: Stopwatch, phase: Callable[[], str], step: int) -> TrainingBar:
         """The progress bar of this run, which follows the records from now on; arguments of `TrainingBar`."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
 
+from retouch.signals import ENDING, NOTICES, is_free
+
 logger = logging.getLogger(__name__)
-
-ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals of a scheduler, and of a terminal that is closed."""
-
 
 SAME_REQUEST_S = 1.0
 """Signals that follow the first within so many seconds belong to it: Ctrl-C reaches every process of a terminal, and
@@ -23,25 +20,6 @@ torchrun and accelerate pass it on to the same processes."""
 
 CONTINUE = "continue with resume=auto"
 """End of the message of a run that stopped and can be continued."""
-
-interrupted: list[int] = []
-"""Signals that raised KeyboardInterrupt in this command. A library may have made another error of it, such as a file
-that cannot be read."""
-
-
-def interrupt_on_signals() -> None:
-    """From here on, a signal that would end the process raises KeyboardInterrupt: exit code 3, and temporary files are
-    deleted. Only the main thread of a process can set this."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        interrupted.append(number)
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in (signal.SIGINT, *ENDING):
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, interrupt)
 
 
 class Stop(NamedTuple):
@@ -68,14 +46,15 @@ class StopRequests:
         self._max_minutes, self._any_rank, self._where = max_minutes, any_rank, where
         self._started = time.monotonic()
         self._signal: str | None = None
-        self._signalled_at = 0.0
+        self._requested_at: float | None = None
         self.alarm: str | None = None
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Inside, SIGINT, SIGTERM and SIGHUP (unless nohup ignores it) request a stop; one that follows later than
+        """Inside, SIGINT, SIGTERM, SIGHUP (unless nohup ignores it) and `NOTICES` (unless the program has a handler of
+        its own) request a stop. SIGINT, SIGTERM or SIGHUP that follows another of these three later than
         `SAME_REQUEST_S` raises KeyboardInterrupt."""
-        heard = [signal.SIGINT, *(n for n in ENDING if signal.getsignal(n) != signal.SIG_IGN)]
+        heard = [signal.SIGINT, *(n for n in ENDING if _may_take(n))]
         before = {number: signal.signal(number, self._on_signal) for number in heard}
         try:
             yield
@@ -100,9 +79,18 @@ class StopRequests:
         return None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is not None:
-            if time.monotonic() - self._signalled_at < SAME_REQUEST_S:
-                return
-            raise KeyboardInterrupt  # the second request: leave now; the last checkpoint stands
-        self._signal, self._signalled_at = signal.Signals(number).name, time.monotonic()
-        logger.warning("%s: stopping at %s; send it again to leave at once", self._signal, self._where)
+        if number not in NOTICES:
+            now = time.monotonic()
+            if self._requested_at is None:
+                self._requested_at = now
+            elif now - self._requested_at >= SAME_REQUEST_S:
+                raise KeyboardInterrupt  # the second request: leave now; the last checkpoint stands
+        if self._signal is None:
+            self._signal = signal.Signals(number).name
+            again = "SIGTERM twice" if number in NOTICES else "it again"
+            logger.warning("%s: stopping at %s; send %s to leave at once", self._signal, self._where, again)
+
+
+def _may_take(number: int) -> bool:
+    handler = signal.getsignal(number)
+    return is_free(number, handler) if number in NOTICES else handler != signal.SIG_IGN

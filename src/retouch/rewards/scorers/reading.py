@@ -3,10 +3,12 @@ wheel) or PaddleOCR."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -17,6 +19,7 @@ from retouch.config.errors import nearest
 from retouch.errors import ConfigError
 from retouch.imaging import MASK_THRESHOLD, Box, mask_box, widen
 from retouch.lines import Bounds
+from retouch.machine import threads_sleep
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers import paddle
@@ -106,6 +109,7 @@ class ReadingScorer(PackageScorer[Reads]):
             from rapidocr import RapidOCR
         except ImportError:
             raise ConfigError(f'the {self.options.scorer} reward needs rapidocr: pip install "retouch[ocr]"') from None
+        _let_sessions_sleep()
         language = {} if self.options.language is None else {"Rec.lang_type": _rapid_language(self.options.language)}
         self._engine = RapidOCR(
             params={
@@ -172,6 +176,27 @@ class ReadingScorer(PackageScorer[Reads]):
             for i, text, confidence in zip(members, output.txts, output.scores, strict=True):
                 results[i] = (text, float(confidence))
         return results
+
+
+@cache
+def _let_sessions_sleep() -> None:
+    """From here on, threads of rapidocr's sessions sleep while they wait, as those of torch do (`let_threads_sleep`).
+    By default they spin, and rapidocr has no parameter for the option of a session that changes this."""
+    if not threads_sleep():
+        return
+    try:
+        sessions: Any = importlib.import_module("rapidocr.inference_engine.onnxruntime.main")
+    except ImportError:  # another release: readings are the same
+        return
+    made = sessions.SessionOptions
+
+    def options() -> Any:
+        session = made()
+        for pool in ("intra_op", "inter_op"):
+            session.add_session_config_entry(f"session.{pool}.allow_spinning", "0")
+        return session
+
+    sessions.SessionOptions = options
 
 
 def _rapid_language(language: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.disk import expanded
-from retouch.errors import ConfigError, first_line
+from retouch.errors import ConfigError, first_line, why_unreadable
 from retouch.hub import is_hub_id, require_hub
 
 if TYPE_CHECKING:
@@ -32,8 +32,10 @@ def loading(option: str, path: str) -> Iterator[None]:
     require_hub(option, path)
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option}: given {path!r}: {first_line(error)}") from None
+    except Exception as error:
+        if (problem := why_unreadable(error)) is None:
+            raise
+        raise ConfigError(f"{option}: given {path!r}: {problem}") from None
 
 
 def named_file(option: str, given: str) -> Path:

@@ -15,10 +15,12 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from retouch.console import outlast_readers
 from retouch.machine import return_memory_regularly
 from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.app import app_of
 from retouch.rewards.server.worker import ProcessWorker
+from retouch.signals import ignore_notices
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,8 @@ def run_app(app: FastAPI, listener: socket.socket, limits: Limits) -> None:
 def main() -> None:
     """Serve what one line of JSON on standard input describes, until standard input ends: a killed supervisor leaves no
     process behind."""
+    outlast_readers()
+    ignore_notices()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("retouch").setLevel(logging.INFO)
     settings = json.loads(sys.stdin.buffer.readline())

@@ -29,6 +29,7 @@ from retouch.rewards.client.endpoints import read_endpoints, write_endpoints
 from retouch.rewards.client.status import Status, readiness
 from retouch.rewards.devices import CPU, require, serve_argument
 from retouch.rewards.scorers import make_scorer
+from retouch.signals import ENDING, ignore_notices
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
         instances.append(Instance(listener, options.host, device, _log_file(options, listener)))
     if options.with_parent is not None:
         exit_with_parent(options.with_parent)
+        ignore_notices()
     told = {"scorers": {n: dict(o) for n, o in scorers.items()}, "token": token, "limits": dict(options.limits)}
     supervisor = Supervisor(instances, told, watch_loading=options.with_parent is None)
     supervisor.start()
@@ -206,7 +208,7 @@ class Instance:
 
 
 class Supervisor:
-    """Keeps every instance running until SIGTERM or SIGINT; then they finish their requests and end."""
+    """Keeps every instance running until SIGINT or one of `ENDING`; then they finish their requests and end."""
 
     def __init__(self, instances: Sequence[Instance], settings: Mapping[str, Any], *, watch_loading: bool) -> None:
         """Args:
@@ -218,8 +220,9 @@ class Supervisor:
         self._watch_loading = watch_loading
 
     def start(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._stop.set())
+        for number in (signal.SIGINT, *ENDING):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup's choice, or that of a run for its own server
+                signal.signal(number, lambda *_: self._stop.set())
         for one in self.instances:
             one.start(self.settings)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from retouch.console import outlast_readers
 from retouch.errors import RetouchError
 from retouch.machine import return_memory_regularly
 from retouch.rewards.protocol import CheckedScorer, Scorer
@@ -29,6 +30,7 @@ from retouch.rewards.server.frames import (
     unpack_items,
 )
 from retouch.rewards.server.scoring import load_all, score_rewards
+from retouch.signals import ignore_notices
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     """Load the scorers that the front names, and answer its batches until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the front, which drains first
+    outlast_readers()
+    ignore_notices()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("retouch").setLevel(logging.INFO)
     return_memory_regularly()
