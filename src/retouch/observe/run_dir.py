@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 
 from retouch import plain_json
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
-from retouch.disk import write_whole
+from retouch.disk import expanded, write_whole
 from retouch.imaging import write_png
 from retouch.observe.bar import TrainingBar
 from retouch.observe.log import LogFile, StepLog
@@ -89,13 +89,28 @@ class RunDir:
         """The whole run as YAML."""
         return dump_run(self.config)
 
-    def open(self, resume_step: int | None, *, evaluated: bool = True) -> None:
+    def owns(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is one of this run."""
+        return checkpoint.resolve().parent == self.checkpoints.resolve()
+
+    def begun_from(self) -> Path | None:
+        """The checkpoint of another run from which this one was begun, as its run file says; None without one."""
+        try:
+            given = read_config(self.path).get("resume")
+        except (ConfigError, OSError):
+            return None
+        foreign = isinstance(given, str) and given != "auto" and not self.owns(expanded(given))
+        return expanded(cast("str", given)) if foreign else None
+
+    def open(self, resume_step: int | None, *, evaluated: bool = True, checkpoint: Path | None = None) -> None:
         """Create the directory, or continue in it.
 
         Args:
             resume_step: step of the checkpoint to resume from; later records are dropped from metrics.jsonl. None
                 starts a new run; with `resume=auto` the files of an attempt without a checkpoint are moved to a folder.
             evaluated: whether the checkpoint was written after the evaluation of its step; if not, the run repeats it.
+            checkpoint: the checkpoint. One of another run is noted in config.yaml for as long as the run lives: without
+                a checkpoint of its own, `resume=auto` begins from it again.
 
         Raises:
             ConfigError: a new run where one exists, or another process writes here.
@@ -108,11 +123,16 @@ class RunDir:
         if resume_step is None and self.config.resume != "auto":
             self.require_new()
         aside = _put_aside(self.path) if resume_step is None and self.holds_run() else None
+        run_file = self.run_file
         if resume_step is not None:
+            foreign = checkpoint is not None and not self.owns(checkpoint)
+            origin = checkpoint.absolute() if foreign else self.begun_from()
+            if origin is not None:
+                run_file = dump_run(self.config.model_copy(update={"resume": str(origin)}))
             _truncate(metrics, resume_step, evaluated=evaluated)
             self._ended = self._finished_at(resume_step)
-            _keep_config(self.path, resume_step, self.run_file)
-        write_whole(self.path / "config.yaml", self.run_file)
+            _keep_config(self.path, resume_step, run_file)
+        write_whole(self.path / "config.yaml", run_file)
         write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
         self._metrics = metrics.open("a", encoding="utf-8")
         self._log_file = LogFile(self.path / "log.txt")

@@ -14,13 +14,14 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 from torch import Tensor
 
-from retouch.complete import complete_checkpoints, damaged
+from retouch.complete import COMPLETE, complete_checkpoints, damaged
 from retouch.config import RunConfig, dump_run, yaml12
 from retouch.config.load import with_new_names
 from retouch.data.dataset import Dataset
 from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
 from retouch.engine.saved import saved_run_file
+from retouch.observe import RunDir
 from retouch.training.build import Run
 
 logger = logging.getLogger(__name__)
@@ -69,13 +70,29 @@ KEYS = "example"
 """Name of the tensor beside an epoch's rows with the `item_key` of each row's example."""
 
 
-def resume_folder(config: RunConfig, checkpoints: Path) -> Path | None:
-    """The checkpoint that `resume` names; None for a new run."""
+def resume_folder(config: RunConfig, run_dir: RunDir) -> Path | None:
+    """The checkpoint that `resume` names; None for a new run. "auto" is the newest of the run; a run that was begun
+    from another run's checkpoint and stopped before its first own one begins from it again, and not from the base.
+
+    Raises:
+        CheckpointError: that one is gone.
+    """
     if config.resume is None:
         return None
-    if config.resume == "auto":
-        return next(reversed(complete_checkpoints(checkpoints)), None)
-    return Path(config.resume).expanduser()
+    if config.resume != "auto":
+        return Path(config.resume).expanduser()
+    if found := complete_checkpoints(run_dir.checkpoints):
+        return found[-1]
+    origin = run_dir.begun_from()
+    if origin is None:
+        return None
+    if not (origin / COMPLETE).is_file():
+        raise CheckpointError(
+            f"{run_dir.path}: was begun from {origin}, which is no complete checkpoint any more, and has none of its "
+            "own; set resume to a checkpoint, or start a new run under another name=..."
+        )
+    logger.warning("%s has no checkpoint of its own yet: it begins from %s again", run_dir.path, origin)
+    return origin
 
 
 def has_finished(config: RunConfig, step: int, records: Sequence[Mapping[str, Any]]) -> bool:

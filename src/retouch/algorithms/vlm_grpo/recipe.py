@@ -71,7 +71,7 @@ def train(config: RunConfig) -> Path:
 def _train(run: VlmRun, arguments: GRPOConfig) -> None:
     config = run.config
     run.dir.lock()
-    folder, step = resume_folder(config, run.dir.checkpoints), 0
+    folder, step = resume_folder(config, run.dir), 0
     metrics = run.dir.path / "metrics.jsonl"
     if folder is not None:
         verify_once(folder, Launched())
@@ -85,7 +85,7 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
         if has_finished(config, step, read_metrics(metrics)):
             logger.info("the run had already ended at step %d", step)
             return
-    run.dir.open(None if folder is None else step)
+    run.dir.open(None if folder is None else step, checkpoint=folder)
     run.rewards.start(gather_list)
     wait_for_rewards(run.rewards, config.reward_client)
     if arguments.use_vllm:
