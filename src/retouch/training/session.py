@@ -40,6 +40,7 @@ from retouch.training.evaluation import (
 )
 from retouch.training.progress import EpochRows, Progress, Rows, first_phase
 from retouch.training.resume import (
+    evaluation_stands,
     has_finished,
     may_go_on,
     resume_folder,
@@ -414,6 +415,11 @@ class Session:
         # halved before the checkpoint: sums of other forwards would round differently
         self.rows_per_forward = min(self.rows_per_forward, state.get("rows_per_forward") or self.rows_per_forward)
         self._evaluated_at = state.get("evaluated_at", self.progress.step)
+        records = read_metrics(self.run.dir.path / "metrics.jsonl")
+        repeated = self.progress.step in (0, self.config.training.max_steps) or self._is_due()
+        lost = not evaluation_stands(records, self.progress.step, self.run.rewards)
+        if self.run.engine.any(self.run.dir.main and repeated and lost):  # others may find the file truncated already
+            self._evaluated_at = None
         self.run.dir.open(self.progress.step, evaluated=self._evaluated_at == self.progress.step, checkpoint=folder)
         if self.run.dir.owns(folder):  # one of another run is no checkpoint that `auto` finds here
             self._saved_at = self.progress.step
