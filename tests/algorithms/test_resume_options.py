@@ -16,7 +16,7 @@ from retouch.algorithms import ALGORITHMS
 from retouch.algorithms.base import AdvantageConfig
 from retouch.algorithms.grpo import recipe as grpo
 from retouch.algorithms.grpo.config import GrpoConfig
-from retouch.config import RunConfig, dump_run, yaml12
+from retouch.config import RunConfig
 from retouch.config.base import Section
 from retouch.config.run import (
     EmaConfig,
@@ -89,15 +89,13 @@ def walk(config: RunConfig) -> Iterator[tuple[type[Section], str, str, list[str]
     """(Class, option, its key, keys that are refused) of every option, given another value in the checkpoint."""
     for key, kind in sections():
         run = with_section(config, key, made(kind))
-        written = yaml12.parse(dump_run(run))
+        now = run.model_dump(mode="json", warnings=False)
         for name in kind.model_fields:
-            before = yaml12.parse(dump_run(run))
-            inside = before
+            before = inside = dict(now)
             for part in filter(None, key.split(".")):
-                inside = inside[part]
+                inside[part] = inside = dict(inside[part])
             inside[name] = ANOTHER if inside[name] != ANOTHER else None
-            yield kind, name, f"{key}.{name}".lstrip("."), [found for found, *_ in changes_in_epoch(run, before)]
-        assert written == yaml12.parse(dump_run(run))
+            yield kind, name, f"{key}.{name}".lstrip("."), [found for found, *_ in changes_in_epoch(run, before, now)]
 
 
 def declares(kind: type[Section], name: str) -> tuple[str, str] | None:
@@ -364,8 +362,8 @@ def test_options_of_a_plug_in_are_refused_until_it_declares_them(config: Callabl
 
     for kind, refused in ((Rwr, ["algorithm.temperature", "algorithm.emphasis"]), (Declared, ["algorithm.emphasis"])):
         run = config().model_copy(update={"algorithm": kind(temperature=2.0, emphasis=3.0)})
-        before = yaml12.parse(dump_run(config().model_copy(update={"algorithm": kind()})))
-        assert [key for key, *_ in changes_in_epoch(run, before)] == refused
+        before = config().model_copy(update={"algorithm": kind()})
+        assert keys(run, before) == refused
 
 
 def test_a_gradient_that_was_recorded_is_not_left_out(config: Callable[..., RunConfig]) -> None:
@@ -378,9 +376,14 @@ def test_a_gradient_that_was_recorded_is_not_left_out(config: Callable[..., RunC
         (weighed, plain, True),
         (plain, {"other": plain["preservation"] | {"scorer": "preservation"}}, False),
     ):
-        before = yaml12.parse(dump_run(config(rewards=then, **nft)))
-        found = [key for key, *_ in changes_in_epoch(config(rewards=now, **nft), before)]
+        found = keys(config(rewards=now, **nft), config(rewards=then, **nft))
         assert found == (["rewards.l1.gradient_weight"] if refused else [])
+
+
+def keys(run: RunConfig, before: RunConfig) -> list[str]:
+    """The options that are refused."""
+    now, then = (one.model_dump(mode="json", serialize_as_any=True) for one in (run, before))
+    return [key for key, *_ in changes_in_epoch(run, then, now)]
 
 
 @pytest.mark.parametrize("added", [False, True])

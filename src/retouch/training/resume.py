@@ -139,20 +139,23 @@ def _may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: 
     if after_warmup and "reference" in config.algorithm.snapshots:
         _same(folder, "keeps the reference of", "algorithm", "kl_reference", before, now, NEW_RUN)
     if (folder / "rollouts.safetensors").exists():
-        for key, then, given in changes_in_epoch(config, before):
+        for key, then, given in changes_in_epoch(config, before, now):
             raise _refused(folder, "lies inside an epoch of", key, then, given, INSIDE)
         _same_rows(folder, before, now)
         if "base" in state:  # missing in older checkpoints
             _same_base(folder, before, now, state["base"], base)
 
 
-def changes_in_epoch(config: RunConfig, before: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def changes_in_epoch(
+    config: RunConfig, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
     """Every option that what an epoch has recorded depends on and that differs -> (key, value then, value now).
 
     Args:
         before: the run file of the checkpoint, under names of today. An option that is missing in it had its default.
+        now: that of `config`.
     """
-    return _changes(RunConfig, config, before, yaml12.parse(dump_run(config)))
+    return _changes(RunConfig, config, before, now)
 
 
 def _changes(
