@@ -501,6 +501,26 @@ FINDINGS = {
         "families/test_unreadable.py",
         "test_weights_that_a_library_cannot_read",
     ),
+    "An outage in the first evaluation left a checkpoint that could not be resumed": (
+        "algorithms/test_first_stop.py",
+        "test_an_outage_in_the_first_evaluation_is_resumed_bitwise",
+    ),
+    "A run that was begun from another run's checkpoint and stopped early began again from the base": (
+        "algorithms/test_first_stop.py",
+        "test_a_run_begun_from_another_does_not_begin_from_the_base",
+    ),
+    "A damaged file of an evaluation ended every start of a run in a traceback": (
+        "algorithms/test_damaged_runs.py",
+        "test_a_damaged_file_is_written_again_or_done_without_or_named",
+    ),
+    "Lost records of a run were not noticed": (
+        "algorithms/test_damaged_runs.py",
+        "test_records_that_are_lost_are_counted",
+    ),
+    "An evaluation in which every reward failed counted as done": (
+        "algorithms/test_damaged_runs.py",
+        "test_an_evaluation_in_which_every_reward_failed_is_repeated_when_the_run_is_resumed",
+    ),
 }
 """Fault that later trials showed -> (file below tests/, test that failed before)."""
 

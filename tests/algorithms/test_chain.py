@@ -22,7 +22,6 @@ from retouch.training.build import Run, build
 from retouch.training.experience import collect
 from retouch.training.session import Session
 from retouch.training.step import Step
-from retouch.training.supervised import begin_snapshot
 from tests.conftest import small_run
 
 from .runs import Config, brightness, of_kind, same_weights, train, weights
@@ -55,8 +54,7 @@ def first_kl(run: Run) -> tuple[float, float]:
     """KL of the first GRPO step before any update -> (measured, closed form by the network with LoRA disabled)."""
     with Session(run) as session:
         algorithm: Any = run.config.algorithm
-        for name in sorted(algorithm.snapshots):
-            begin_snapshot(run, algorithm, name)
+        session.take_snapshots()
         session.progress.phase = "rl"
         experience = collect(session, algorithm)
         grpo.complete(session, algorithm, experience)

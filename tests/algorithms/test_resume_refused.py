@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,19 +18,14 @@ from safetensors.torch import load_file, save_file
 
 from retouch.algorithms.dpo.recipe import Pairs
 from retouch.config import RunConfig, parse_run
-from retouch.config.run import RolloutConfig
 from retouch.data.dataset import load_dataset
-from retouch.data.formats import FORMATS
 from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
-from retouch.families import FAMILIES
-from retouch.families.base import Train
 from retouch.families.loading import tiny_path
 from retouch.training.experience import (
     Experience,
 )
 from retouch.training.resume import (
-    MAY_CHANGE,
     may_go_on,
     with_keys,
     without_keys,
@@ -315,17 +310,6 @@ def test_a_process_stops_with_one_whose_examples_are_others(signs: Path, config:
         without_keys(run, Path("step"), rows)
     run.engine.any = bool
     assert without_keys(run, Path("step"), rows).keys() == {"position"}
-
-
-def test_options_that_an_epoch_does_not_depend_on_are_options() -> None:
-    """And those that it does depend on are not among them."""
-    kinds = {"rollout": (RolloutConfig,), "model": tuple(FAMILIES.values()), "data": tuple(FORMATS.values())}
-    for section, free in MAY_CHANGE.items():
-        known = {name for kind in kinds[section] for name in kind.model_fields}
-        known |= {f"train.{name}" for kind in get_args(get_args(Train)[0]) for name in kind.model_fields}
-        assert free <= known, section
-    assert not MAY_CHANGE["model"] & {"dtype", "max_sequence_length", "train.alpha", "train.rank"}
-    assert not MAY_CHANGE["data"] & {"resolution", "fit", "invert_mask", "reference", "reference_strip"}
 
 
 @pytest.mark.parametrize("kind", [Experience, Pairs])

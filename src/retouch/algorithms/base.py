@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -159,6 +159,8 @@ def require_gradient(key: str, entry: RewardEntry, algorithm: str, remedy: str, 
 class Objective(AlgorithmSection):
     """Where in the image a loss is computed, and supervised examples without their caption."""
 
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"caption_dropout"}
+
     shift_key: ClassVar[str] = "sft_shifted_times"
     """Key of the option that shifts supervised training times."""
 
@@ -226,6 +228,7 @@ class Objective(AlgorithmSection):
 class RlConfig(Objective):
     """Base of every algorithm but SFT: those that train on rewards, given pairs or labels, after a warm-up."""
 
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"sft_shifted_times", "combine", "resample_rounds"}
     ALIASES: ClassVar[Mapping[str, str]] = {
         "warmup_steps": "sft_steps",
         "warmup_shifted_times": "sft_shifted_times",
@@ -334,6 +337,8 @@ class RlConfig(Objective):
 
 class AdvantageConfig(RlConfig):
     """From rewards to advantages."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"baseline", "scale", "skip_zero_std_groups", "late_rewards"}
 
     needs_of_next_step: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "baseline": ("group",),

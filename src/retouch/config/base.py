@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
@@ -36,6 +36,9 @@ class Section(BaseModel):
     """Former key -> key. Subclasses have those of their bases, too."""
     VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """Key -> its former values -> the values of today."""
+    FREE_IN_EPOCH: ClassVar[Set[str]] = frozenset()
+    """Options that may change when a run resumes inside an epoch; subclasses have those of their bases, too. See
+    `is_free_in_epoch`."""
 
     def check(self, run: RunConfig, key: str = "") -> None:
         """Reject options of this section that cannot work in this run: "key: given ...; expected ...; set ...".
@@ -46,6 +49,17 @@ class Section(BaseModel):
         Raises:
             ValueError: with that message.
         """
+
+    @classmethod
+    def is_free_in_epoch(cls, name: str, then: object, now: object) -> bool:
+        """Whether an option may change from `then` to `now` where a run resumes inside an epoch: what the epoch has
+        recorded (its rows and their order) keeps its meaning. Changes of an option that does not declare it are
+        rejected there.
+
+        Args:
+            then, now: values as JSON; those of a section are its options by name.
+        """
+        return any(name in vars(kind).get("FREE_IN_EPOCH", ()) for kind in cls.__mro__)
 
     @classmethod
     def renamed(cls, given: Mapping[str, Any]) -> dict[str, Any]:

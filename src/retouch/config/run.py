@@ -6,7 +6,7 @@ quantities never share a name; the name of every batch size has `_per_device` or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
@@ -57,6 +57,8 @@ Solver = Literal["first_order", "dpm2"]
 class RolloutConfig(Section):
     """How images are sampled for the rewards: by a stochastic rule for GRPO and PPO, by the ODE for DPO and NFT."""
 
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"batch_size_per_device", "preset"}
+
     preset: Preset | None = None
     """Defaults of grpo, ppo and nft for keys that the run file leaves out, here and under algorithm. "reference" has
     the published values; "fast" takes a fraction of the forwards, by lossy settings (docs/speed.md). Written keys win;
@@ -103,6 +105,10 @@ class RolloutConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its batches."""
 
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {
+        "lr", "sft_lr", "betas", "weight_decay", "eps", "schedule", "ramp_steps", "max_grad_norm", "steps_per_forward",
+        "batch_size_per_device", "gradient_accumulation", "on_out_of_memory",  # `_same_rows` has their product
+    }  # fmt: skip
     ALIASES: ClassVar[Mapping[str, str]] = {"warmup_lr": "sft_lr", "moments": "state"}
     VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {"state": {"int8": "8bit"}}
 
@@ -147,6 +153,11 @@ class EmaConfig(Section):
 
 
 class TrainingConfig(Section):
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {
+        "max_steps", "max_minutes", "checkpoint_every", "keep_checkpoints", "eval_every", "gradient_checkpointing",
+        "compile", "deterministic", "sharding", "shard_gradients",
+    }  # fmt: skip
+
     max_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 10000
     """Optimizer steps of the whole run, warm-up included."""
     max_minutes: Positive | None = None
@@ -222,6 +233,10 @@ class LoggingConfig(Section):
 class RunConfig(Section):
     """One run."""
 
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {
+        "name", "plugins", "resume", "warmup_data", "reward_client", "ema", "evaluation", "logging",
+    }  # fmt: skip
+
     name: Name
     """Name of the run directory; letters, digits, '.', '_' and '-'."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -230,8 +245,9 @@ class RunConfig(Section):
     """Modules that register components of other packages (docs/extending.md), imported before the run file is
     validated; the working directory is searched too. Packages with entry points need none."""
     resume: str | None = None
-    """"auto" continues from the newest complete checkpoint of the run directory, or starts if there is none; a path
-    continues from that checkpoint; null starts, and rejects a directory that holds a run."""
+    """"auto" continues from the newest complete checkpoint of the run directory; without one it begins again, from the
+    checkpoint of another run that the run was begun from, if there is one. A path continues from that checkpoint; null
+    starts, and rejects a directory that holds a run."""
     model: Model
     data: Data
     """Examples to train on; RL needs no targets."""

@@ -6,7 +6,7 @@ A format is one file with one section class: its options, `list_items`, and its 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args
@@ -131,6 +131,8 @@ FOLDERS = ("image_root", "images")
 
 class DataSection(Section):
     """Options of every format."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"format", "path", "limit", "max_bad_items"}
 
     format: str
     """Registered name of the format."""
@@ -334,6 +336,8 @@ class ImageSection(DataSection):
 class ProtocolData(DataSection):
     """Options of the data sets of published protocols. Their `path` is a folder, or the id of a data set on the hub,
     which the library datasets downloads (`pip install "retouch[vlm]"`)."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"part", "held_out_share", "curriculum"}
 
     part: Literal["all", "train", "held_out"] = "all"
     """"held_out" is a share of the images (of the prompts, if there are no images), chosen by their content; "train" is

@@ -147,6 +147,8 @@ def _beginning(run: RunConfig, directory: RunDir) -> str:
     from retouch.engine.saved import complete_checkpoints
 
     if run.resume == "auto" and not complete_checkpoints(directory.checkpoints):
+        if (origin := directory.begun_from()) is not None:
+            return f"holds no checkpoint; the run begins from {origin} again"
         return "holds no checkpoint; the run starts from step 0" if directory.holds_run() else "new"
     return f"resumes (resume={run.resume})" if run.resume else "new"
 

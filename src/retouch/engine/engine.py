@@ -237,7 +237,9 @@ class Engine:
         return {"optimizer": moments, "scaler": scaler.state_dict() if scaler else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._parallel.load_state_dict(state["optimizer"])
+        own = {name: self.optimizer.param_groups[0][name] for name in ("betas", "weight_decay", "eps")}
+        groups = [{**group, **own} for group in state["optimizer"]["param_groups"]]  # those of the run file, as its lr
+        self._parallel.load_state_dict({**state["optimizer"], "param_groups": groups})
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 

@@ -73,15 +73,23 @@ def put_in_place(written: Path, folder: Path) -> None:
 def discard(folder: Path) -> None:
     """Delete a checkpoint. It is renamed first: if deletion is interrupted, the remaining files do not count."""
     leaving = folder.with_name(f".writing-gone-{folder.name}")
-    shutil.rmtree(leaving, ignore_errors=True)
+    _delete(leaving)
     folder.rename(leaving)
-    shutil.rmtree(leaving)
+    _delete(leaving)
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, or a file in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def drop_unfinished(root: Path) -> None:
     """Delete unfinished checkpoints of a killed run, and those that were replaced."""
     for leftover in root.glob(".writing-*"):
-        shutil.rmtree(leftover)
+        _delete(leftover)
     for aside in root.glob(".replaced-*"):
         if (root / aside.name.removeprefix(".replaced-") / "complete.json").is_file():
             discard(aside)

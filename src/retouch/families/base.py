@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
@@ -146,6 +146,8 @@ class TrainFull(Section):
 class TrainLora(Section):
     """Train low-rank adapters (arXiv 2106.09685) on the frozen network, in fp32."""
 
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"initial_adapter"}
+
     kind: Literal["lora"] = "lora"
     rank: Count = 32
     """Rank of the two factors of each adapted weight."""
@@ -162,6 +164,8 @@ class TrainLora(Section):
 class TrainIpAdapter(Section):
     """Train a style adapter (IP-Adapter, arXiv 2308.06721) on the frozen network: a reference image becomes tokens that
     every block attends to. Every example needs a reference."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"image_encoder", "scale", "value_norm", "reference_dropout", "initial_adapter"}
 
     kind: Literal["ip_adapter"] = "ip_adapter"
     image_encoder: Text | None = None
@@ -274,6 +278,8 @@ class OtherTransformer(Section):
 class ModelSection(Section):
     """The diffusion model: family, files, precision, and its trained part."""
 
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"path", "offload_text_encoders", "offload_vae", "free_text_encoders"}
+
     spec: ClassVar[FamilySpec]
 
     family: str
@@ -322,6 +328,12 @@ class ModelSection(Section):
                 f"{cls.__name__}.spec.family: given {spec.family!r}, but the field family is {names[0]!r}; set "
                 f"family={names[0]!r} in the FamilySpec"
             )
+
+    @classmethod
+    def is_free_in_epoch(cls, name: str, then: object, now: object) -> bool:
+        if name == "vae_batch":  # tiles change pixels
+            return "tiles" not in (then, now)
+        return super().is_free_in_epoch(name, then, now)
 
     @property
     def pipeline(self) -> str:

@@ -61,7 +61,7 @@ _CURVES = {
 def leave_report(run: Path) -> None:
     """`write_report` at the end of a run; a failure is logged and does not fail the run."""
     try:
-        _write(run)
+        write_report(run)
     except (RetouchError, OSError) as error:  # such as a run directory that was deleted
         logger.error("no report of %s: %s", run, error)
     except Exception:

@@ -28,9 +28,10 @@ import yaml
 from filelock import FileLock, Timeout
 
 from retouch import plain_json
+from retouch.complete import complete_checkpoints
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
 from retouch.console import output_problem
-from retouch.disk import write_whole
+from retouch.disk import expanded, write_whole
 from retouch.imaging import write_png
 from retouch.observe.bar import TrainingBar
 from retouch.observe.log import LogFile, StepLog
@@ -62,7 +63,9 @@ _OF_AN_ATTEMPT = ("images", "evaluations", "tensorboard", "wandb", "run_id", "me
 """Files that are moved to a folder of their own when a run starts again; the last one marks a directory as a run."""
 
 
-_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "log.txt")
+_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "log.txt", "run_id", "report.html")
+
+_FOLDERS = ("images", "evaluations", "tensorboard", "checkpoints", "dumps")
 
 _ENDS = ("finished", "stopped")
 """Events that end a run which did not fail."""
@@ -92,13 +95,28 @@ class RunDir:
         """The whole run as YAML."""
         return dump_run(self.config)
 
-    def open(self, resume_step: int | None, *, evaluated: bool = True) -> None:
+    def owns(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is one of this run."""
+        return checkpoint.resolve().parent == self.checkpoints.resolve()
+
+    def begun_from(self) -> Path | None:
+        """The checkpoint of another run that this one was begun from, which its config.yaml names; None without one."""
+        try:
+            given = read_config(self.path).get("resume")
+        except (ConfigError, OSError):
+            return None
+        foreign = isinstance(given, str) and given != "auto" and not self.owns(expanded(given))
+        return expanded(cast("str", given)) if foreign else None
+
+    def open(self, resume_step: int | None, *, evaluated: bool = True, checkpoint: Path | None = None) -> None:
         """Create the directory, or continue in it.
 
         Args:
             resume_step: step of the checkpoint to resume from; later records are dropped from metrics.jsonl. None
                 starts a new run; with `resume=auto` the files of an attempt without a checkpoint are moved to a folder.
             evaluated: whether the checkpoint was written after the evaluation of its step; if not, the run repeats it.
+            checkpoint: the checkpoint. One of another run is noted in config.yaml for as long as the run lives: without
+                a checkpoint of its own, `resume=auto` begins from it again.
 
         Raises:
             ConfigError: a new run where one exists, or another process writes here.
@@ -111,11 +129,18 @@ class RunDir:
         if resume_step is None and self.config.resume != "auto":
             self.require_new()
         aside = _put_aside(self.path) if resume_step is None and self.holds_run() else None
+        run_file = self.run_file
         if resume_step is not None:
+            foreign = checkpoint is not None and not self.owns(checkpoint)
+            origin = checkpoint.absolute() if foreign else self.begun_from()
+            if origin is not None:
+                run_file = dump_run(self.config.model_copy(update={"resume": str(origin)}))
+            if checkpoint is None or self.owns(checkpoint):
+                _warn_of_lost_records(metrics, resume_step, whole=origin is None)
             _truncate(metrics, resume_step, evaluated=evaluated)
             self._ended = self._finished_at(resume_step)
-            _keep_config(self.path, resume_step, self.run_file)
-        write_whole(self.path / "config.yaml", self.run_file)
+            _keep_config(self.path, resume_step, run_file)
+        write_whole(self.path / "config.yaml", run_file)
         write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
         self._metrics = metrics.open("a", encoding="utf-8")
         self._log_file = LogFile(self.path / "log.txt")
@@ -140,9 +165,10 @@ class RunDir:
             self._lock.take()
 
     def require_free(self) -> None:
-        """Raises ConfigError if another process writes here."""
+        """Raises ConfigError if another process writes here, or something else stands in the place of its files."""
         if self.main:
             self._lock.require_free()
+            _require_files(self.path)
 
     def require_sinks(self) -> None:
         """Raises ConfigError if a service of `logging.sinks` cannot be used."""
@@ -157,9 +183,9 @@ class RunDir:
             )
 
     def holds_run(self) -> bool:
-        """Whether anything was logged here."""
+        """Whether anything was logged here, or there is a checkpoint."""
         metrics = self.path / "metrics.jsonl"
-        return metrics.exists() and metrics.stat().st_size > 0
+        return (metrics.exists() and metrics.stat().st_size > 0) or bool(complete_checkpoints(self.checkpoints))
 
     def log(self, kind: str, step: int, values: Mapping[str, Any], seconds: Mapping[str, float] | None = None) -> None:
         """Append a record, and send its numbers to the sinks as `KIND/NAME`. NaN and infinity (the gradient norm of an
@@ -276,7 +302,8 @@ class RunLock:
             raise ConfigError(f"{self._place} is not a file; delete it")
 
     def _taken(self) -> ConfigError:
-        number = self._place.read_text(encoding="utf-8").strip() or "unknown"
+        number = self._place.read_text(encoding="utf-8", errors="replace").strip()
+        number = number if number.isdecimal() else "unknown"
         return ConfigError(
             f"another process (pid {number}) is writing to {self._run}; wait for it, or set another name=..."
         )
@@ -384,6 +411,29 @@ def _require_files(run: Path) -> None:
     for path in (*(run / name for name in _FILES), *run.glob("config-*.yaml")):
         if (path.is_symlink() or path.exists()) and not path.is_file():
             raise ConfigError(f"{path} is not a file; delete it")
+    folders = [run, *(run / name for name in _FOLDERS), *run.glob("images/step-*"), *run.glob("evaluations/step-*")]
+    for path in folders:
+        if (path.is_symlink() or path.exists()) and not path.is_dir():
+            raise ConfigError(f"{path} is not a folder; delete it")
+
+
+def _warn_of_lost_records(metrics: Path, step: int, *, whole: bool) -> None:
+    """Warn where metrics.jsonl has no record of optimizer steps before a checkpoint, which needs none of them.
+
+    Args:
+        whole: the run took every step itself; one that was begun from another run's checkpoint has those after it.
+    """
+    taken = {record["step"] for record in read_metrics(metrics) if record["kind"] == "train"}
+    first = 1 if whole else min(taken, default=step + 1)
+    lost = sum(number not in taken for number in range(first, step + 1))
+    if lost:
+        logger.warning(
+            "%s: damaged: %d of the %d optimizer steps before the checkpoint are missing in it, in curves and in "
+            "reports; training is not affected",
+            metrics,
+            lost,
+            step,
+        )
 
 
 def _truncate(metrics: Path, step: int, *, evaluated: bool) -> None:
@@ -416,11 +466,21 @@ def _keep_config(run: Path, step: int, now: str) -> None:
     ends = {leg: leg.stem.partition("-")[2] for leg in sorted(run.glob("config-*.yaml"))}
     beyond = [leg for leg, end in ends.items() if end.isdecimal() and int(end) >= step]
     held = beyond[0] if beyond else run / "config.yaml"
-    if held.exists() and _without_resume(held.read_text(encoding="utf-8")) != _without_resume(now):
+    written = held.read_text(encoding="utf-8", errors="replace") if held.exists() else now
+    if not _is_run_file(written):
+        logger.warning("%s: damaged; the run file of the steps before the checkpoint is lost", held)
+    elif _without_resume(written) != _without_resume(now):
         held.replace(run / f"config-{step:06d}.yaml")
         beyond = beyond[1:]
     for leg in beyond:
         leg.unlink()
+
+
+def _is_run_file(text: str) -> bool:
+    try:
+        return isinstance(found := yaml12.parse(text), dict) and "algorithm" in found
+    except yaml.YAMLError:
+        return False
 
 
 def _without_resume(run_file: str) -> list[str]:

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import logging
 import queue
+import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SERVICES = ("wandb", "trackio")
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _WAITING = 10_000
 """Maximum number of records waiting for a service; more are dropped."""
@@ -110,9 +113,13 @@ def require_login() -> None:
 def _run_id(folder: Path) -> str:
     """The id of the run, created on first use."""
     file = folder / "run_id"
-    if not file.exists():
-        write_whole(file, secrets.token_hex(4) + "\n")  # an empty id would be shared with other runs
-    return file.read_text(encoding="utf-8").strip()
+    known = file.read_text(encoding="utf-8", errors="replace").strip() if file.exists() else None
+    if known is None or not _ID.fullmatch(known):  # an empty id would be shared with other runs
+        if known is not None:
+            logger.warning("%s: damaged; the run goes on under a new id in %s", file, " and ".join(SERVICES))
+        known = secrets.token_hex(4)
+        write_whole(file, known + "\n")
+    return known
 
 
 class TensorBoard:

@@ -99,6 +99,11 @@ class RewardEntry(Section):
     """A group whose standard deviation does not exceed this gets no advantage from this reward; for win_rate, closer
     values are a tie. Set it to the standard deviation of repeated scores of one image (`retouch reward probe`)."""
 
+    @classmethod
+    def is_free_in_epoch(cls, name: str, then: object, now: object) -> bool:
+        """An epoch has recorded advantages, whatever scored them, and gradients of the pixels."""
+        return name != "gradient_weight"
+
     @abstractmethod
     def make(self) -> Scorer:
         """The scorer with these options, not loaded yet.

@@ -36,8 +36,9 @@ from retouch.observe.guards import (
     nearest_distances,
     region_of,
 )
+from retouch.observe.kept import images_of, kept_images, kept_rows, steps_kept
 from retouch.observe.log import means_text
-from retouch.observe.run_dir import read_rows
+from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import RewardTable
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
@@ -207,20 +208,23 @@ def measured(work: Work, scored: Scored) -> Evaluation:
 
 
 def evaluation_grid(examples: Sequence[Example], columns: dict[str, Evaluation], count: int) -> Image:
-    """Rows of examples: the masked input, then the image of each evaluation with the text that was read in it."""
-    rows: list[list[tuple[Any, str]]] = []
-    first = next(iter(columns.values()))
-    starts = [i for i, row in enumerate(first.rows) if row["index"] == 0][:count]
+    """Rows of examples: the masked input, then the image of each evaluation with the text that was read in it. The last
+    one decides on the examples; another without an image of one of them is left out."""
+    *_, last = columns.values()
+    ids = [row["example"] for row in last.rows if row["index"] == 0][:count]
     by_id = {example.id: example for example in examples}
-    for i in starts:
-        example = by_id[first.rows[i]["example"]]
-        cells: list[tuple[Any, str]] = [(masked_input(example), shown_text(example.metadata) or example.prompt)]
-        for evaluation in columns.values():
-            if i < len(evaluation.images):
-                cells.append((evaluation.images[i], _reading(evaluation.rows[i])))
-        rows.append(cells)
-    shown = "text to write" if any("text" in by_id[first.rows[i]["example"]].metadata for i in starts) else "prompt"
-    return grid(rows, [f"input: {shown}", *columns])
+    chosen = [by_id[example] for example in ids]
+    cells = {name: found for name, one in columns.items() if (found := _cells(one, ids)) is not None}
+    inputs = [(masked_input(example), shown_text(example.metadata) or example.prompt) for example in chosen]
+    shown = "text to write" if any("text" in example.metadata for example in chosen) else "prompt"
+    return grid(list(zip(inputs, *cells.values(), strict=True)), [f"input: {shown}", *cells])
+
+
+def _cells(evaluation: Evaluation, ids: Sequence[int]) -> list[tuple[Any, str]] | None:
+    """The first image of each of some examples with the text that was read in it; None where one is missing."""
+    kept = zip(evaluation.rows, evaluation.images, strict=False)  # the first images are kept
+    found = {row["example"]: (image, _reading(row)) for row, image in kept if row["index"] == 0}
+    return [found[example] for example in ids] if found.keys() >= {*ids} else None
 
 
 def save_evaluation(evaluation: Evaluation, folder: Path, images: int) -> None:
@@ -393,8 +397,9 @@ def record_evaluation(
     alarms: Sequence[Alarm] = []
     if compared_from is not None:
         gold = [name for name in rewards.evaluated if name not in rewards.trained]
-        past = [path for path in sorted(folder.glob("step-*")) if compared_from <= int(path.name[5:]) < step]
-        earlier = [read_rows(path / "rows.jsonl") for path in past]
+        images_at = images_of(read_metrics(run.dir.path / "metrics.jsonl"))
+        past = {at: path for at, path in steps_kept(folder).items() if compared_from <= at < step}
+        earlier = [rows for at, path in past.items() if (rows := kept_rows(path, images_at.get(at))) is not None]
         alarms = evaluation_alarms(earlier, result.rows, optimized(rewards), gold)
     save_evaluation(result, folder / f"step-{step:06d}", images)
     return alarms
@@ -412,8 +417,15 @@ def _milestones(run: Run, step: int, after_warmup: bool, folder: Path) -> dict[s
         "before": 0,
         "after warm-up": run.config.algorithm.supervised_steps(run.config) if after_warmup else 0,
     }
-    earlier = {name: folder / f"step-{at:06d}" for name, at in milestones.items() if at < step}
-    columns = {name: load_evaluation(path) for name, path in earlier.items() if path.is_dir()}
-    if len({str(path) for path in earlier.values()}) < len(earlier):  # no warm-up: both are step 0
-        columns.pop("after warm-up", None)
+    if milestones["before"] == milestones["after warm-up"]:  # no warm-up: both are step 0
+        del milestones["after warm-up"]
+    images_at = images_of(read_metrics(run.dir.path / "metrics.jsonl"))
+    columns: dict[str, Evaluation] = {}
+    for name, at in milestones.items():
+        path = folder / f"step-{at:06d}"
+        if at >= step or not path.is_dir():
+            continue
+        rows, images = kept_rows(path, images_at.get(at)), kept_images(path)
+        if rows is not None and images is not None:
+            columns[name] = Evaluation(rows, images)
     return columns

@@ -7,50 +7,26 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 from torch import Tensor
 
-from retouch.complete import complete_checkpoints, damaged
+from retouch.complete import COMPLETE, complete_checkpoints, damaged
 from retouch.config import RunConfig, dump_run, yaml12
+from retouch.config.base import Section
 from retouch.config.load import with_new_names
 from retouch.data.dataset import Dataset
 from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
 from retouch.engine.saved import saved_run_file
+from retouch.observe import RunDir
+from retouch.rewards.base import RewardEntry
+from retouch.rewards.table import RewardTable
 from retouch.training.build import Run
 
 logger = logging.getLogger(__name__)
-
-SAMPLED_WITH = (
-    "pairs", "inner_epochs", "region", "region_dilation", "seam_weight", "log_prob_mode", "guard", "trained_step",
-    "last_steps", "reward_at", "gradient_scale",
-)  # fmt: skip
-"""Options of an algorithm that rollouts still to be trained on depend on, as they do on `rollout`, `model`, `data` and
-`seed`: with others the recorded log-probabilities would be of another policy, or the steps of the epoch other ones."""
-
-MAY_CHANGE = {
-    "rollout": {"batch_size_per_device", "preset"},
-    "model": {
-        "path", "train.image_encoder",  # by their files
-        "family", "train.kind",  # refused in any case
-        "train.scale", "train.value_norm",  # by an adapter's file
-        "offload_text_encoders", "offload_vae", "free_text_encoders", "vae_batch",
-        "train.initial_adapter", "train.reference_dropout",  # of a new run, and of supervised steps
-    },
-    "data": {
-        "format", "path", "list_file", "image_root", "prompt_template", "target", "layout", "region",  # by the items
-        "limit", "max_bad_items", "part", "held_out_share", "curriculum", "complexity", "image_type", "levels",
-        "disciplines",
-    },
-}  # fmt: skip
-"""Options of these sections that change no number of an epoch that is sampled, or that are known by what they name."""
-
-_COMPARED = ("algorithm", "optimizer", "training")
-"""Other sections with options that are compared."""
 
 Base = Mapping[str, str | None]
 """Result of `models.embeddings.base_files`."""
@@ -69,19 +45,41 @@ KEYS = "example"
 """Name of the tensor beside an epoch's rows with the `item_key` of each row's example."""
 
 
-def resume_folder(config: RunConfig, checkpoints: Path) -> Path | None:
-    """The checkpoint that `resume` names; None for a new run."""
+def resume_folder(config: RunConfig, run_dir: RunDir) -> Path | None:
+    """The checkpoint that `resume` names; None for a new run. "auto" is the newest of the run; a run that was begun
+    from another run's checkpoint and stopped before its first own one begins from it again, and not from the base.
+
+    Raises:
+        CheckpointError: that one is gone.
+    """
     if config.resume is None:
         return None
-    if config.resume == "auto":
-        return next(reversed(complete_checkpoints(checkpoints)), None)
-    return Path(config.resume).expanduser()
+    if config.resume != "auto":
+        return Path(config.resume).expanduser()
+    if found := complete_checkpoints(run_dir.checkpoints):
+        return found[-1]
+    origin = run_dir.begun_from()
+    if origin is None:
+        return None
+    if not (origin / COMPLETE).is_file():
+        raise CheckpointError(
+            f"{run_dir.path}: was begun from {origin}, which is no complete checkpoint any more, and has none of its "
+            "own; set resume to a checkpoint, or start a new run under another name=..."
+        )
+    logger.warning("%s has no checkpoint of its own yet: it begins from %s again", run_dir.path, origin)
+    return origin
 
 
 def has_finished(config: RunConfig, step: int, records: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a run that is resumed at a step has nothing left to do, by the records of its metrics."""
     over = step >= config.training.max_steps
     return over and any((record["step"], record.get("event")) == (step, "finished") for record in records)
+
+
+def evaluation_stands(records: Sequence[Mapping[str, Any]], step: int, rewards: RewardTable) -> bool:
+    """Whether no evaluation of a step has to be repeated because each of its rewards failed, by the records."""
+    found = [record for record in records if (record["kind"], record["step"]) == ("eval", step)]
+    return not found or not rewards.evaluated or any(name in found[-1] for name in rewards.evaluated)
 
 
 def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> None:
@@ -128,10 +126,9 @@ def _reading_run_file(folder: Path) -> Iterator[None]:
 
 
 def _may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: Base) -> None:
-    runs = (saved_run_file(state, folder), yaml12.parse(dump_run(config)))
-    before, now = (_flat(with_new_names(run)) for run in runs)
-    for section, defaults in _defaults(config).items():  # an option that is missing in the checkpoint did not exist yet
-        before[section] = {**defaults, **before[section]}
+    before, now = with_new_names(saved_run_file(state, folder)), yaml12.parse(dump_run(config))
+    for section in ("optimizer", "algorithm"):  # an option that is missing in the checkpoint did not exist yet
+        before[section] = {**_own_defaults(getattr(config, section)), **before[section]}
     _same(folder, "was written under", "optimizer", "state", before, now, NEW_RUN)
     after_warmup = state["progress"]["phase"] == "rl"
     if after_warmup and now["algorithm"].get("kl_weight", 0) and before["algorithm"].get("kl_weight", 1) == 0:
@@ -142,9 +139,44 @@ def _may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: 
     if after_warmup and "reference" in config.algorithm.snapshots:
         _same(folder, "keeps the reference of", "algorithm", "kl_reference", before, now, NEW_RUN)
     if (folder / "rollouts.safetensors").exists():
-        _same_sampling(folder, before, now)
+        for key, then, given in changes_in_epoch(config, before, now):
+            raise _refused(folder, "lies inside an epoch of", key, then, given, INSIDE)
+        _same_rows(folder, before, now)
         if "base" in state:  # missing in older checkpoints
             _same_base(folder, before, now, state["base"], base)
+
+
+def changes_in_epoch(
+    config: RunConfig, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Every option that what an epoch has recorded depends on and that differs -> (key, value then, value now).
+
+    Args:
+        before: the run file of the checkpoint, under names of today. An option that is missing in it had its default.
+        now: that of `config`.
+    """
+    return _changes(RunConfig, config, before, now)
+
+
+def _changes(
+    kind: type[Section], section: Section | None, before: Mapping[str, Any], now: Mapping[str, Any], key: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """`changes_in_epoch` of a section of class `kind`; None where only the checkpoint has it."""
+    defaults = _defaults(kind, dict(now if section is None else section))
+    for name in kind.model_fields:
+        then, given = before.get(name, defaults.get(name)), now.get(name, defaults.get(name))
+        if then == given or kind.is_free_in_epoch(name, then, given):
+            continue
+        inside = getattr(section, name, None)
+        if isinstance(inside, Section) and isinstance(then, dict):
+            yield from _changes(type(inside), inside, cast("dict[str, Any]", then), given, f"{key}{name}.")
+        elif name == "rewards" and isinstance(then, dict):
+            for entry in {**then, **given}:
+                own = (inside or {}).get(entry)
+                parts = then.get(entry, {}), given.get(entry, {})
+                yield from _changes(RewardEntry if own is None else type(own), own, *parts, f"{key}{name}.{entry}.")
+        else:
+            yield f"{key}{name}", then, given
 
 
 def with_keys(run: Run, rollouts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -177,14 +209,8 @@ def _keys(data: Dataset, positions: Tensor) -> Tensor:
     return torch.tensor([known[p] for p in positions.tolist()], dtype=torch.int64)
 
 
-def _same_sampling(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    free = {section: set(names) for section, names in MAY_CHANGE.items()}
-    if "tiles" in (before["model"].get("vae_batch"), now["model"].get("vae_batch")):
-        free["model"].remove("vae_batch")
-    keys = [(section, name) for section in free for name in now[section] if name not in free[section]]
-    keys += [("algorithm", name) for name in SAMPLED_WITH]
-    for section, name in [*keys, ("training", "mixed_precision"), ("", "seed")]:
-        _same(folder, "lies inside an epoch of", section, name, before, now, INSIDE)
+def _same_rows(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """The rows of an epoch are dealt to its steps by their number; how many are in a forward does not matter."""
     rows = [
         one["optimizer"]["batch_size_per_device"] * one["optimizer"]["gradient_accumulation"] for one in (before, now)
     ]
@@ -202,7 +228,10 @@ def _same_base(folder: Path, before: dict[str, Any], now: dict[str, Any], then: 
         if part == "network_files" and now["model"].get("transformer"):
             option = "transformer"
         kept, found = then.get(part), today.get(part)
-        paths = [one["model"].get(option) for one in (before, now)]
+        section, _, name_in_it = option.rpartition(".")
+        paths = [
+            (one["model"].get(section) or {} if section else one["model"]).get(name_in_it) for one in (before, now)
+        ]
         if kept != found if kept and found else paths[0] != paths[1] and part != "text_files":
             raise CheckpointError(
                 f"{folder}: lies inside an epoch of another {name} than model.{option}={paths[1]} has (it was "
@@ -211,35 +240,30 @@ def _same_base(folder: Path, before: dict[str, Any], now: dict[str, Any], then: 
 
 
 def _same(
-    folder: Path, what: str, section: str, name: str, before: dict[str, Any], now: dict[str, Any], remedy: str
+    folder: Path, what: str, section: str, name: str, before: Mapping[str, Any], now: Mapping[str, Any], remedy: str
 ) -> None:
     given, kept = (run[section].get(name) for run in (now, before))
     if given != kept:
-        option = f"{section}.{name}".removeprefix(".")
-        raise CheckpointError(f"{folder}: {what} {option}={kept}, the run file has {given}; set it back, {remedy}")
+        raise _refused(folder, what, f"{section}.{name}", kept, given, remedy)
 
 
-def _flat(run: dict[str, Any]) -> dict[str, Any]:
-    """With the options of `model.train` under `model` and those of no section under no name."""
-    train = {f"train.{name}": value for name, value in run["model"]["train"].items()}
-    model = {name: value for name, value in run["model"].items() if name != "train"}
-    return {**run, "": run, "model": {**model, **train}}
+def _refused(folder: Path, what: str, key: str, kept: object, given: object, remedy: str) -> CheckpointError:
+    return CheckpointError(f"{folder}: {what} {key}={kept}, the run file has {given}; set it back, {remedy}")
 
 
-def _defaults(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """The default of every optional key of the sections that are compared, as `_flat` names them, for the family, the
-    format and the algorithm of the run file."""
-    sections = {name: _own_defaults(getattr(config, name)) for name in (*MAY_CHANGE, *_COMPARED)}
-    sections["model"]["train"] = _own_defaults(config.model.train)
-    flat = _flat({**_own_defaults(config), **sections})
-    return {name: flat[name] for name in (*sections, "")}
+def _own_defaults(section: Section) -> dict[str, Any]:
+    return _defaults(type(section), dict(section))
 
 
-def _own_defaults(section: BaseModel) -> dict[str, Any]:
-    given = dict(section)  # which some defaults follow
+def _defaults(kind: type[Section], given: dict[str, Any]) -> dict[str, Any]:
+    """Option -> its default as JSON, of those that have one.
+
+    Args:
+        given: values of the section, which some defaults follow.
+    """
     return {
         name: to_jsonable_python(field.get_default(call_default_factory=True, validated_data=given))
-        for name, field in type(section).model_fields.items()
+        for name, field in kind.model_fields.items()
         if not field.is_required()
     }
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retouch.adapters.lora import is_update
 from retouch.config.presets import preset_lines
 from retouch.data.dataset import Dataset
 from retouch.data.sampler import derive_seed
@@ -39,6 +40,7 @@ from retouch.training.evaluation import (
 )
 from retouch.training.progress import EpochRows, Progress, Rows, first_phase
 from retouch.training.resume import (
+    evaluation_stands,
     has_finished,
     may_go_on,
     resume_folder,
@@ -113,13 +115,15 @@ class Session:
             self._restore(Path(self.config.resume))
             return self
         run.dir.lock()
-        folder = resume_folder(self.config, run.dir.checkpoints)
+        folder = resume_folder(self.config, run.dir)
         if folder is None:
             run.dir.open(None)
             if self.config.ema:
                 run.policy.snapshot("ema")
         else:
             self._restore(folder)
+        if self.progress.step == 0 and self.progress.phase == "rl":
+            self.take_snapshots()  # before the first evaluation, which may leave a checkpoint
         if run.rewards.entries:
             run.rewards.start(run.engine.gather_list)
             wait_for_rewards(run.rewards, self.config.reward_client)
@@ -334,6 +338,16 @@ class Session:
             for alarm in keep_evaluation(self.run, self.progress.step, after_warmup, moment, result, seconds):
                 self._alert(alarm.text, stop=alarm.of_gold and self.config.evaluation.on_gold_fall == "stop")
 
+    def take_snapshots(self) -> None:
+        """At the start of RL: the snapshots of the algorithm that there are not, of the policy, or as the reference of
+        the base (LoRA off)."""
+        run, algorithm = self.run, self.config.algorithm
+        for name in sorted(algorithm.snapshots - {*run.policy.snapshots}):
+            if name == "reference" and getattr(algorithm, "kl_reference", "initial") == "base":
+                run.policy.snapshot(name, zero=is_update)
+            else:
+                run.policy.snapshot(name)
+
     def save(self, rollouts: Tensors | None = None, *, pinned: bool = False) -> None:
         """Write a checkpoint of this step."""
         with self.run.clock.part("checkpoint"):
@@ -401,8 +415,14 @@ class Session:
         # halved before the checkpoint: sums of other forwards would round differently
         self.rows_per_forward = min(self.rows_per_forward, state.get("rows_per_forward") or self.rows_per_forward)
         self._evaluated_at = state.get("evaluated_at", self.progress.step)
-        self.run.dir.open(self.progress.step, evaluated=self._evaluated_at == self.progress.step)
-        self._saved_at = self.progress.step
+        records = read_metrics(self.run.dir.path / "metrics.jsonl")
+        repeated = self.progress.step in (0, self.config.training.max_steps) or self._is_due()
+        lost = not evaluation_stands(records, self.progress.step, self.run.rewards)
+        if self.run.engine.any(self.run.dir.main and repeated and lost):  # others may find the file truncated already
+            self._evaluated_at = None
+        self.run.dir.open(self.progress.step, evaluated=self._evaluated_at == self.progress.step, checkpoint=folder)
+        if self.run.dir.owns(folder):  # one of another run is no checkpoint that `auto` finds here
+            self._saved_at = self.progress.step
         self._owes_evaluation = self._is_due()
         if "rewards" in state:
             self.run.rewards.restore(state["rewards"], self.run.engine.rank, self.run.engine.world_size)

@@ -13,14 +13,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from retouch.adapters.lora import is_update
 from retouch.algorithms.base import Objective, RlConfig
 from retouch.core.objectives.sft import denoising_loss
 from retouch.data.sampler import derive_seed
 from retouch.engine import CheckpointError
 from retouch.rollout.encoded import EncodedData, drop_references
 from retouch.rollout.sampler import noise_for, objective_region
-from retouch.training.build import Run
 from retouch.training.noised import denoising_error
 from retouch.training.session import Session
 from retouch.training.step import Step, step_positions
@@ -92,21 +90,10 @@ def warm_up(session: Session, algorithm: RlConfig) -> None:
         session.evaluate("warmup")
         session.progress.phase = "rl"
         run.engine.new_optimizer()
-        for name in sorted(algorithm.snapshots):
-            begin_snapshot(run, algorithm, name)
+        session.take_snapshots()
         session.save(pinned=True)
     for name in sorted(algorithm.snapshots - {*run.policy.snapshots}):
-        if session.resumed_from is not None:
-            raise CheckpointError(
-                f"{session.resumed_from}: has no snapshot {name!r}, which {algorithm.name} needs; give another "
-                "checkpoint, or start a new run under another name=..."
-            )
-        begin_snapshot(run, algorithm, name)
-
-
-def begin_snapshot(run: Run, algorithm: RlConfig, name: str) -> None:
-    """Take a snapshot at the start of RL: of the policy, or as the reference of the base (LoRA off)."""
-    if name == "reference" and algorithm.kl_reference == "base":
-        run.policy.snapshot(name, zero=is_update)
-    else:
-        run.policy.snapshot(name)
+        raise CheckpointError(
+            f"{session.resumed_from}: has no snapshot {name!r}, which {algorithm.name} needs; give another "
+            "checkpoint, or start a new run under another name=..."
+        )

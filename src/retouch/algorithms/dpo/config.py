@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 class DpoConfig(RlConfig):
     """Direct preference optimization (Diffusion-DPO, arXiv 2311.12908), online or on given pairs."""
 
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"beta", "rollout_policy", "reference_refresh_every", "timesteps_per_pair"}
     recipe: ClassVar[str] = "retouch.algorithms.dpo.recipe:train"
 
     name: Literal["dpo"] = "dpo"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -24,6 +24,9 @@ FAST_WINDOW: dict[str, Any] = {"size": 2, "range": [0.0, 0.67]}
 class GrpoConfig(AdvantageConfig):
     """Group relative policy optimization over denoising steps (Flow-GRPO, arXiv 2505.05470)."""
 
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {
+        "advantage_clip", "clip_range", "kl_weight", "kl_mode", "old_log_probs", "step_weight",
+    }  # fmt: skip
     recipe: ClassVar[str] = "retouch.algorithms.grpo.recipe:train"
     presets: ClassVar[bool] = True
     needs_of_next_step: ClassVar[Mapping[str, tuple[Any, ...]]] = {

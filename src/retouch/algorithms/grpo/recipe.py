@@ -69,11 +69,11 @@ def surrogate(
     now = replay(run, algorithm, experience, rows, span)
     recorded = experience.spanned("log_probs", rows, span).to(device)
     log_prob, old_log_prob, balance, far = now.log_prob, step.old(now.log_prob, recorded), now.relative_std, None
-    if len(experience.means):  # guard and kl_mask_threshold record them
+    if algorithm.records_means:
         old_mean = step.old(now.mean, experience.spanned("means", rows, span).to(device))
         if algorithm.kl_mask_threshold is not None:
             far = gaussian_kl(now.mean.detach(), old_mean, now.std, now.region) > algorithm.kl_mask_threshold
-        else:
+        if algorithm.guard:
             log_prob, old_log_prob = guard_log_probs(log_prob, old_log_prob, now.mean, old_mean, now.std, now.region)
             balance = -1 / now.dt
     # a span is a share of the row's trained steps: its loss counts as that share

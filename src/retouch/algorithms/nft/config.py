@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class NftConfig(AdvantageConfig):
     """DiffusionNFT (arXiv 2509.16117): positive and negative flow matching on the old policy's images."""
 
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"mix", "mode", "old_policy", "kl_weight", "timesteps_per_image"}
     recipe: ClassVar[str] = "retouch.algorithms.nft.recipe:train"
     presets: ClassVar[bool] = True
     takes_gradients: ClassVar[bool] = True

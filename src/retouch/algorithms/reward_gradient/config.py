@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.algorithms.base import RlConfig, require_gradient
@@ -16,6 +16,7 @@ class RewardGradientConfig(RlConfig):
     """Reward gradients: the gradient of differentiable rewards through the decoder and single denoising steps (DRaFT-1,
     arXiv 2309.17400; DRTune, 2405.00760; ReFL, 2304.05977)."""
 
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"kl_weight"}
     recipe: ClassVar[str] = "retouch.algorithms.reward_gradient.recipe:train"
 
     name: Literal["reward_gradient"] = "reward_gradient"

@@ -39,7 +39,7 @@ from retouch.engine.checkpoint import verify_once
 from retouch.engine.saved import sound_state
 from retouch.observe.log import header
 from retouch.observe.run_dir import read_metrics
-from retouch.training.resume import has_finished, resume_folder, same_kind
+from retouch.training.resume import evaluation_stands, has_finished, resume_folder, same_kind
 from retouch.training.scoring import (
     FailureRateExceeded,
     RewardOutage,
@@ -71,7 +71,7 @@ def train(config: RunConfig) -> Path:
 def _train(run: VlmRun, arguments: GRPOConfig) -> None:
     config = run.config
     run.dir.lock()
-    folder, step = resume_folder(config, run.dir.checkpoints), 0
+    folder, step = resume_folder(config, run.dir), 0
     metrics = run.dir.path / "metrics.jsonl"
     if folder is not None:
         verify_once(folder, Launched())
@@ -85,7 +85,10 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
         if has_finished(config, step, read_metrics(metrics)):
             logger.info("the run had already ended at step %d", step)
             return
-    run.dir.open(None if folder is None else step)
+    every = config.training.eval_every
+    due = step == 0 or (bool(every) and step % every == 0 and step < config.training.max_steps)
+    stands = evaluation_stands(read_metrics(metrics), step, run.rewards)
+    run.dir.open(None if folder is None else step, evaluated=stands or not due, checkpoint=folder)
     run.rewards.start(gather_list)
     wait_for_rewards(run.rewards, config.reward_client)
     if arguments.use_vllm:
@@ -93,8 +96,6 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
         processes: Any = arguments.distributed_state
         processes.wait_for_everyone()
     trainer = VlmTrainer(run, arguments)
-    every = config.training.eval_every
-    due = step == 0 or (bool(every) and step % every == 0 and step < config.training.max_steps)
     missing = ("eval", step) not in [(record["kind"], record["step"]) for record in read_metrics(metrics)]
     trainer.owes_evaluation = trainer.any_rank(run.dir.main and due and missing)
     logger.info("%s", header(config, run.derived, trainer.trained_parameters(), folder))

@@ -9,7 +9,7 @@ real images.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
@@ -30,6 +30,8 @@ _PARTS = {"other": "ReCTS_other.json", "ori": "ReCTS_ori.json", "Japan": "ReCTS_
 
 class AnnotatedData(ImageSection):
     """Options of both data sets."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"prompt_template"}
 
     prompt_template: Template = "{caption}, with the text {text}"
     """Prompt of an item; {caption} stands for its caption, {text} for its lines in double quotes, with commas between.
@@ -128,6 +130,8 @@ class AnyTextData(AnnotatedData):
 class TextFluxData(AnnotatedData):
     """TextFlux's test set of single lines (arXiv 2505.17778): the folder with `ReCTS_other.json` and
     `textflux_data`. Only the first line of an image counts."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"part", "image_root"}
 
     format: Literal["textflux"] = "textflux"
     part: Literal["other", "ori", "Japan"] = "other"

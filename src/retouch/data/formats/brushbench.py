@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,8 @@ Runs = np.ndarray[Any, np.dtype[np.int64]]
 class BrushBenchData(ImageSection):
     """BrushBench (arXiv 2403.06976): a folder with the images and `mapping_file.json`, which has the caption and two
     masks of each image."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"region"}
 
     format: Literal["brushbench"] = "brushbench"
     region: Literal["inside", "outside"] = "inside"

@@ -7,6 +7,7 @@ target) or a full-size ground truth.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -24,6 +25,8 @@ _CROSS_PATTERN = "{number}-{reference[,reference]}-{text}"
 
 class CalligrapherData(ImageSection):
     """Options of both benchmarks."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"list_file", "prompt_template"}
 
     list_file: str
     """File of the folder that lists the items."""
@@ -50,6 +53,8 @@ class CalligrapherData(ImageSection):
 
 class SelfBenchData(CalligrapherData):
     """Calligrapher's layout: `self_bench.txt` with `{int}-{text}` lines, `test{N}_source/_mask/_ref.png`."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"target"}
 
     format: Literal["self_bench"] = "self_bench"
     list_file: str = SELF_BENCH

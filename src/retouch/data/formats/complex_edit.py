@@ -8,7 +8,7 @@ instruction of complexity C is the C-th. Its splits are test_real and test_syn; 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
@@ -31,6 +31,8 @@ _FIRST = {"real": 0, "syn": 1_000_000}
 class ComplexEditData(ProtocolData):
     """Complex-Edit (arXiv 2504.13143): one example for every image and complexity. A folder holds parquet, arrow or
     JSONL files with the columns of the hub's data set, and "real" or "syn" in their names."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"complexity", "image_type"}
 
     format: Literal["complex_edit"] = "complex_edit"
     complexity: str = "8"

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +20,8 @@ _COUNTS = (2, 3, 4, 5)
 
 class CvtgData(DataSection):
     """CVTG-2K (TextCrafter): the folder with `CVTG` and `CVTG-Style`."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"part"}
 
     format: Literal["cvtg"] = "cvtg"
     part: Literal["all", "CVTG", "CVTG-Style"] = "all"

@@ -13,7 +13,7 @@ Relative paths start from the file's folder or from `data.image_root`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,8 @@ class ManifestData(ImageSection):
     """A JSON list, JSONL or CSV file of `{"prompt", "image_path"?, "more_images"?, "mask_path"?, "target_path"?,
     "reference_path"?, "win_path"? and "lose_path"?, ...}`, or a folder with metadata.jsonl or metadata.csv
     (imagefolder); without image_path for text to image, without mask_path to edit the whole image."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"target", "image_root"}
 
     format: Literal["manifest"] = "manifest"
     target: Literal["auto", "file", "source", "none"] = "auto"

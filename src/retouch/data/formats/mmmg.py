@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -55,6 +55,8 @@ Row = tuple[str, str, str, Mapping[str, Any]]
 
 class MmmgData(ProtocolData):
     """MMMG (arXiv 2506.10963): prompts with the knowledge graphs that their images should show."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"layout", "levels", "disciplines"}
 
     format: Literal["mmmg"] = "mmmg"
     layout: Literal["benchmark", "train"] = "benchmark"

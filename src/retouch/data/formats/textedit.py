@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -22,6 +23,8 @@ CATEGORIES = (
 
 class TextEditData(ImageSection):
     """TextEdit (arXiv 2603.09877): a folder with `eval_prompts` and the images of the hub's `data` folder."""
+
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"part", "image_root"}
 
     format: Literal["textedit"] = "textedit"
     part: Literal["fullset", "miniset"] = "fullset"
