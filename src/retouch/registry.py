@@ -8,10 +8,11 @@ group, or by calling `register` when a module named under `plugins` of a run fil
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -191,6 +192,10 @@ def import_from_here(module: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
+    return _import(module)
+
+
+def _import(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except SystemExit as end:  # this program would end with the code of that one, 0 for success
@@ -224,18 +229,19 @@ def import_plugins(modules: Iterable[str] = ()) -> None:
         os.environ[PLUGINS] = ",".join(named)
 
 
-def _imported(module: str, given: str, if_absent: str) -> Any:
+def _imported(module: str, given: str, if_absent: str, load: Callable[[str], Any] = import_from_here) -> Any:
     """The module of a plug-in.
 
     Args:
         given: where the module is named, for the message.
         if_absent: remedy if there is no such module.
+        load: imports it.
 
     Raises:
         ImportError: it is not there, or fails; the message ends with the remedy.
     """
     try:
-        return import_from_here(module)
+        return load(module)
     except Exception as error:
         absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         remedy, place = (if_absent, "") if absent else ("correct the module", code_place(error))
@@ -265,8 +271,10 @@ def load_named(key: str, place: str, attribute: str) -> Any:
     expected = f"set it to 'module:{attribute}'"
     if not name or not wanted or name.startswith("."):
         raise ConfigError(f"{key}: given {shown(given)}; {expected}")
+    # the working directory may be somebody else's, and modules that libraries look for would be found there as well
+    load = _import if _is_installed(name.partition(".")[0]) else import_from_here
     try:
-        found = getattr(_imported(name, place, expected), wanted, None)
+        found = getattr(_imported(name, place, expected, load), wanted, None)
     except ImportError as error:
         cause = error.__cause__
         if name.startswith("retouch.") and isinstance(cause, ModuleNotFoundError) and _is_of_others(cause.name):
@@ -275,6 +283,11 @@ def load_named(key: str, place: str, attribute: str) -> Any:
     if not callable(found):
         raise ConfigError(f"{key}: given {place!r}, but {name} has no {attribute} {wanted}; {expected}")
     return found
+
+
+def _is_installed(package: str) -> bool:
+    """Whether a package is found without the working directory."""
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def _is_of_others(module: str | None) -> bool:

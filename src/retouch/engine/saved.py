@@ -81,7 +81,10 @@ def discard(folder: Path) -> None:
 def drop_unfinished(root: Path) -> None:
     """Delete unfinished checkpoints of a killed run, and those that were replaced."""
     for leftover in root.glob(".writing-*"):
-        shutil.rmtree(leftover)
+        if leftover.is_symlink():  # which a run does not make
+            leftover.unlink()
+        else:
+            shutil.rmtree(leftover)
     for aside in root.glob(".replaced-*"):
         if (root / aside.name.removeprefix(".replaced-") / "complete.json").is_file():
             discard(aside)
