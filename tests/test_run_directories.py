@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -406,16 +407,24 @@ def test_an_export_names_the_variable_for_the_family_of_a_plug_in(copied: Copy) 
 
 
 def test_modules_in_a_run_directory_are_not_found_by_libraries(copied: Copy, signs: Path, tmp_path: Path) -> None:
-    """A library that looks for an optional package does not find a file of the working directory."""
-    for name in ("bitsandbytes", "sentencepiece", "xformers", "torchvision", "flash_attn", "gguf", "wandb"):
+    """A library that looks for an optional package does not find a file of the working directory, neither where the
+    scorer is a function of this package; and an installed plug-in is the installed one."""
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    (installed / "plug_in_of_the_user.py").write_text("", encoding="utf-8")
+    looked_for = ("bitsandbytes", "sentencepiece", "xformers", "torchvision", "flash_attn", "gguf", "wandb")
+    for name in (*looked_for, "plug_in_of_the_user"):
         (copied.path / f"{name}.py").write_text(MODULE.format(marker=str(copied.marker)), encoding="utf-8")
-    code = "import sys; sys.path[:] = [p for p in sys.path if p not in ('', sys.argv[1])]; del sys.argv[1]; "
-    code += "from retouch.cli import main; import atexit, os; "
+    colour = {"scorer": "fn", "fn": "retouch.tiny.edits:recoloured", "role": "gold"}
+    copied.change(rewards={"preservation": {}, "colour": colour})
+    code = "import atexit, os, sys; from retouch.cli import main; "
     code += "atexit.register(lambda: print('searched', os.getcwd() in sys.path)); main()"
-    arguments = ["sample", "--run", ".", "--data", str(signs / "held_out"), "--out", str(tmp_path / "out")]
-    done = forked.run([sys.executable, "-c", code, str(copied.path), *arguments], cwd=copied.path, timeout=300)
-    assert done.returncode == 0 and list((tmp_path / "out").glob("*.png")), done.stderr
-    assert "searched False" in done.stdout and copied.untouched()
+    path = os.pathsep.join([str(Path(package.__file__).parents[1]), str(installed)])
+    environment = {**os.environ, "RETOUCH_PLUGINS": "plug_in_of_the_user", "PYTHONPATH": path}
+    command = [sys.executable, "-P", "-c", code, "eval", "--run", ".", "--data", str(signs / "held_out")]
+    done = subprocess.run(command, env=environment, cwd=copied.path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("searched False\n") and copied.untouched(), done.stdout
 
 
 # --- links ---

@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -188,18 +188,19 @@ def _below_its_tag(chosen: type[BaseModel], key: str) -> TypeAdapter[Any]:
 
 
 def import_from_here(module: str) -> Any:
-    """Import a module of the user. The working directory is searched too, which an installed command does not do."""
-    here = str(Path.cwd())
-    if here not in sys.path:
+    """Import a module of the user. The working directory, which an installed command does not search, is searched for a
+    package that is not installed: it may be somebody else's, and libraries would find what they look for in it."""
+    package, here = module.partition(".")[0], str(Path.cwd())
+    if package and not _is_installed(package) and here not in sys.path:
         sys.path.insert(0, here)
-    return _import(module)
-
-
-def _import(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except SystemExit as end:  # this program would end with the code of that one, 0 for success
         raise ImportError(f"{module} ends the program when it is imported, with code {end.code}") from end
+
+
+def _is_installed(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def import_plugins_of_environment() -> None:
@@ -229,19 +230,18 @@ def import_plugins(modules: Iterable[str] = ()) -> None:
         os.environ[PLUGINS] = ",".join(named)
 
 
-def _imported(module: str, given: str, if_absent: str, load: Callable[[str], Any] = import_from_here) -> Any:
+def _imported(module: str, given: str, if_absent: str) -> Any:
     """The module of a plug-in.
 
     Args:
         given: where the module is named, for the message.
         if_absent: remedy if there is no such module.
-        load: imports it.
 
     Raises:
         ImportError: it is not there, or fails; the message ends with the remedy.
     """
     try:
-        return load(module)
+        return import_from_here(module)
     except Exception as error:
         absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         remedy, place = (if_absent, "") if absent else ("correct the module", code_place(error))
@@ -271,10 +271,8 @@ def load_named(key: str, place: str, attribute: str) -> Any:
     expected = f"set it to 'module:{attribute}'"
     if not name or not wanted or name.startswith("."):
         raise ConfigError(f"{key}: given {shown(given)}; {expected}")
-    # the working directory may be somebody else's, and modules that libraries look for would be found there as well
-    load = _import if _is_installed(name.partition(".")[0]) else import_from_here
     try:
-        found = getattr(_imported(name, place, expected, load), wanted, None)
+        found = getattr(_imported(name, place, expected), wanted, None)
     except ImportError as error:
         cause = error.__cause__
         if name.startswith("retouch.") and isinstance(cause, ModuleNotFoundError) and _is_of_others(cause.name):
@@ -283,11 +281,6 @@ def load_named(key: str, place: str, attribute: str) -> Any:
     if not callable(found):
         raise ConfigError(f"{key}: given {place!r}, but {name} has no {attribute} {wanted}; {expected}")
     return found
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a package is found without the working directory."""
-    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def _is_of_others(module: str | None) -> bool:
