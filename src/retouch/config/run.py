@@ -234,7 +234,8 @@ class RunConfig(Section):
     """Seed of every random number of the run."""
     plugins: Annotated[list[Text], Names("code", variables=(PLUGINS,))] = Field(default=[])
     """Modules that register components of other packages (docs/extending.md), imported before the run file is
-    validated; the working directory is searched too. Packages with entry points need none."""
+    validated; those that are not installed are searched for in the working directory. Packages with entry points need
+    none."""
     resume: str | None = None
     """"auto" continues from the newest complete checkpoint of the run directory, or starts if there is none; a path
     continues from that checkpoint; null starts, and rejects a directory that holds a run."""

@@ -20,12 +20,10 @@ from typing import cast
 
 from pydantic import BaseModel
 
-from retouch.complete import complete_checkpoints
 from retouch.config.base import Names, Section
 from retouch.disk import state_folder
 from retouch.errors import ConfigError, shown
 from retouch.rewards.addresses import base_url, is_local
-from retouch.rewards.client.endpoints import read_endpoints
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +135,8 @@ def require_consent(found: Mapping[Key, list[str]], overridden: Collection[Key],
 
 def _is_run(folder: Path) -> bool:
     """Whether a folder has the files of a run beside a run file."""
+    from retouch.complete import complete_checkpoints  # `retouch check` of the user's own file needs neither
+
     has = [(folder / name).exists() for name in ("config.yaml", "environment.json", "metrics.jsonl")]
     return has[0] and (any(has[1:]) or bool(complete_checkpoints(folder / "checkpoints")))
 
@@ -170,6 +170,8 @@ def _is_here(address: str) -> bool:
 
 def _servers(text: str) -> str | None:
     """An address that is elsewhere, or an endpoints file with such addresses; None: neither."""
+    from retouch.rewards.client.endpoints import read_endpoints
+
     if "://" in text:
         return None if _is_here(text) else text
     try:

@@ -30,9 +30,9 @@ class FnReward(RewardEntry):
 
     scorer: Literal["fn"] = "fn"
     fn: Annotated[str, Names("code", own=(RECOLOURED,), variables=(PLUGINS,))] = ""
-    """Required with url null or "auto": "module:name"; modules in the working directory are found too. A function of a
-    list of `RewardItem` that returns a number, `Score` or `Failure` for each, or a class without arguments with such a
-    method `score` and optionally `load(device)`."""
+    """Required with url null or "auto": "module:name"; a module that is not installed is searched for in the working
+    directory. A function of a list of `RewardItem` that returns a number, `Score` or `Failure` for each, or a class
+    without arguments with such a method `score` and optionally `load(device)`."""
     needs: list[str] | None = None
     """Images (mask, source, reference) that an item must have; an item without them is a typed failure."""
 
