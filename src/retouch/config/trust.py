@@ -38,7 +38,7 @@ def named(value: object, key: Key = ()) -> dict[Key, list[str]]:
     """The values of a validated run file that name code or a host which needs consent, by their keys."""
     found: dict[Key, list[str]] = {}
     if isinstance(value, BaseModel):
-        unused = value.unused() if isinstance(value, Section) else frozenset()
+        unused = value.unused() if isinstance(value, Section) else frozenset[str]()
         for name, info in type(value).model_fields.items():
             marks = [mark for mark in info.metadata if isinstance(mark, Names)]
             given = getattr(value, name)
