@@ -36,8 +36,8 @@ _CACHE = tempfile.TemporaryDirectory(prefix="retouch-cache-")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Only the tests under tests/cuda see a GPU (`make test-gpu`): the others compare with what a CPU computes. What
-    is remembered of checked data is kept out of the home of whoever runs them."""
-    os.environ["XDG_CACHE_HOME"] = _CACHE.name
+    is remembered of checked data, and of the runs that were trained, is kept out of the home of whoever runs them."""
+    os.environ["XDG_CACHE_HOME"] = os.environ["XDG_STATE_HOME"] = _CACHE.name
     settings.load_profile("fast" if "not full" in config.option.markexpr else "full")
     if "gpu" not in config.option.markexpr or "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before the server imports torch, whose forks the workers are

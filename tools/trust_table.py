@@ -311,6 +311,22 @@ FINDINGS = {
         "rewards/test_judge_replies.py",
         "test_verdicts_that_are_none",
     ),
+    "`eval`, `sample` and `check` imported the modules that a copied run directory names, and sent it tokens": (
+        "test_run_directories.py",
+        "test_no_command_uses_what_a_copied_run_names",
+    ),
+    "`compare` and `export` imported the modules that a run directory names": (
+        "test_run_directories.py",
+        "test_logs_are_compared_and_weights_exported_without_the_code_of_the_run",
+    ),
+    "Inside a run directory, libraries imported the modules that lie in it": (
+        "test_run_directories.py",
+        "test_modules_in_a_run_directory_are_not_found_by_libraries",
+    ),
+    "A run that was resumed in a copied directory wrote through links": (
+        "test_run_directories.py",
+        "test_nothing_is_written_through_a_link",
+    ),
     "An override of 5,000 nested keys ended in a traceback": ("test_bad_input.py", "test_overrides_that_are_none"),
     "Labels with a number that no float holds ended in a traceback": (
         "rewards/test_probe.py",

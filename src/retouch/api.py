@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from PIL import Image
 
-from retouch.config import ConfigError, RunConfig, load_run
+from retouch.config import ConfigError, RunConfig, dump_run, load_run
 from retouch.config.load import overlaid, parse_run
 from retouch.console import outlasting_readers
 from retouch.errors import Stopped
@@ -55,34 +55,45 @@ def train(run: Path | str | Mapping[str, Any], /, **overrides: Any) -> Run:
             "torch was imported before retouch, and its threads spin while they wait: on a machine that other programs "
             "keep busy, set OMP_WAIT_POLICY=PASSIVE in the environment"
         )
-    config = load_run(run, overrides) if isinstance(run, Path | str) else parse_run(overlaid(run, overrides))
+    config = (
+        load_run(run, overrides, trust=True) if isinstance(run, Path | str) else parse_run(overlaid(run, overrides))
+    )
     from retouch.algorithms import train as recipes
 
     try:
         with outlasting_readers():
-            return load(recipes.train(config))
+            return _written(recipes.train(config), config)
     except Stopped as stopped:
         if stopped.code:
             raise
         logger.info("%s", stopped)  # the time limit of the run file
-    return load(Path(config.logging.dir).expanduser() / config.name)
+    return _written(Path(config.logging.dir).expanduser() / config.name, config)
 
 
-def load(run_dir: Path | str, *, checkpoint: Path | str | None = None, raw: bool | None = None) -> Run:
+def _written(run_dir: Path, config: RunConfig) -> Run:
+    """The run that was just trained: what its run file names is trusted, also where consent cannot be recorded."""
+    return load(run_dir, trust=(run_dir / "config.yaml").read_bytes() == dump_run(config).encode())
+
+
+def load(
+    run_dir: Path | str, *, checkpoint: Path | str | None = None, raw: bool | None = None, trust: bool = False
+) -> Run:
     """Open a run directory.
 
     Args:
         checkpoint: checkpoint or weights folder; None: the newest checkpoint of the run.
         raw: raw weights (True) or EMA weights (False); None: those of the run's `evaluation.weights`.
+        trust: use the code and the hosts that its run file names, if `train` did not write it here: a run directory may
+            come from anybody.
 
     Raises:
-        ConfigError: not a run directory.
+        ConfigError: not a run directory, or code or hosts without consent.
     """
     let_threads_sleep()
     path = Path(run_dir).expanduser()
     if not (path / "config.yaml").is_file():
         raise ConfigError(f"run_dir: given {str(path)!r}; expected a run directory (it has no config.yaml)")
-    return Run(path, None if checkpoint is None else Path(checkpoint).expanduser(), raw)
+    return Run(path, None if checkpoint is None else Path(checkpoint).expanduser(), raw, trust)
 
 
 class Run:
@@ -94,9 +105,12 @@ class Run:
         config: the run file, defaults included.
     """
 
-    def __init__(self, path: Path, checkpoint: Path | None = None, raw: bool | None = None) -> None:
+    def __init__(
+        self, path: Path, checkpoint: Path | None = None, raw: bool | None = None, trust: bool = False
+    ) -> None:
         self.path = path
-        self.config: RunConfig = load_run(path / "config.yaml")
+        self.config: RunConfig = load_run(path / "config.yaml", trust=trust)
+        self._trust = trust
         self._checkpoint = checkpoint
         self._raw = raw
         self._found: Trained | None = None
@@ -232,7 +246,7 @@ class Run:
     def _trained(self) -> Trained:
         """The weights, found and verified once."""
         if self._found is None:
-            self._found = Trained.find(self.path, None, self._checkpoint, self._raw)
+            self._found = Trained.find(self.path, None, self._checkpoint, self._raw, trust=self._trust)
         return self._found
 
     def _model(self, config: RunConfig, *, embedded: bool) -> Loaded:

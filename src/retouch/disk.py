@@ -44,15 +44,45 @@ def cache_folder() -> Path | None:
         return None
 
 
+def state_folder() -> Path | None:
+    """The folder of this package for what commands of this user remember of each other; None without a home
+    directory."""
+    root = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        return (Path(root) if Path(root).is_absolute() else Path.home() / ".local/state") / "retouch"
+    except RuntimeError:
+        return None
+
+
 def file_in(path: str | Path, name: str) -> Path:
     """The file `name` of a folder; a path that is no folder itself. Raises as `expanded`."""
     found = expanded(path)
     return found / name if found.is_dir() else found
 
 
+def require_no_link(path: Path) -> None:
+    """Refuse to write into what is no file: a link in a run directory, which may come from anybody, leads to any file
+    of the user; opening a pipe waits for its other end.
+
+    Raises:
+        ConfigError: a link, a pipe, a device or a folder is in the place of the file.
+    """
+    if path.is_symlink():
+        raise ConfigError(f"{path} is not a file; delete it, which is a link to {path.readlink()}")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a file; delete it")
+
+
+def append_to(path: Path) -> int:
+    """The descriptor of a file that is appended to, created if there is none. Raises as `require_no_link`."""
+    require_no_link(path)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file at once: a reader, or a start after a kill, never finds a part of it."""
     temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # nothing is written through a link
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
@@ -63,6 +93,7 @@ def write_whole(path: Path, text: str) -> None:
 def write_first(path: Path, text: str) -> bool:
     """Write a file at once, if it does not exist -> whether this process wrote it, which one of several does."""
     temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # nothing is written through a link
     try:
         temporary.write_text(text, encoding="utf-8")
         os.link(temporary, path)

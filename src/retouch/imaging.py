@@ -78,6 +78,7 @@ def write_png(image: Image.Image, path: Path, about: Mapping[str, str] | None = 
         texts.add_text(name, text)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # nothing is written through a link
     try:
         image.save(temporary, "PNG", pnginfo=texts)
         temporary.replace(path)
@@ -104,6 +105,7 @@ def write_new_png(image: Image.Image, next_free: Callable[[], Path]) -> Path:
     """
     path = next_free()
     temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)  # nothing is written through a link
     try:
         image.save(temporary, "PNG")
         while True:

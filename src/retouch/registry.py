@@ -8,6 +8,7 @@ group, or by calling `register` when a module named under `plugins` of a run fil
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import os
 import sys
@@ -187,14 +188,19 @@ def _below_its_tag(chosen: type[BaseModel], key: str) -> TypeAdapter[Any]:
 
 
 def import_from_here(module: str) -> Any:
-    """Import a module of the user. The working directory is searched too, which an installed command does not do."""
-    here = str(Path.cwd())
-    if here not in sys.path:
+    """Import a module of the user. The working directory, which an installed command does not search, is searched for a
+    package that is not installed: it may be somebody else's, and libraries would find what they look for in it."""
+    package, here = module.partition(".")[0], str(Path.cwd())
+    if package and not _is_installed(package) and here not in sys.path:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(module)
     except SystemExit as end:  # this program would end with the code of that one, 0 for success
         raise ImportError(f"{module} ends the program when it is imported, with code {end.code}") from end
+
+
+def _is_installed(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def import_plugins_of_environment() -> None:

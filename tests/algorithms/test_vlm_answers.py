@@ -273,7 +273,7 @@ def test_a_run_evaluates_as_retouch_eval_does(vlm_file: RunFile, tmp_path: Path)
     text = config.read_text(encoding="utf-8")
     assert "batch_size_per_device: 2" in text
     config.write_text(text.replace("batch_size_per_device: 2", "batch_size_per_device: 3"), encoding="utf-8")
-    done = retouch("eval", "--run", tmp_path / "a", "--data", tasks, "--out", tmp_path / "out")
+    done = retouch("eval", "--run", tmp_path / "a", "--trust", "--data", tasks, "--out", tmp_path / "out")
     assert done.code == 0, done.err
     for step, name in ((0, "base"), (1, "after-RL")):
         during = read_rows(tmp_path / f"a/evaluations/step-{step:06d}/rows.jsonl")

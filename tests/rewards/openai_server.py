@@ -45,6 +45,7 @@ class OpenAIServer:
         models: names that it lists; it answers for the first.
         prefers_first: is added to the probability that the first of two pictures is better.
         rewrite: an answer as text -> the text that is sent.
+        host: its address.
     """
 
     per_second: float = math.inf
@@ -62,6 +63,7 @@ class OpenAIServer:
     models: list[str] = field(default_factory=lambda: ["judge"])
     prefers_first: float = 0.0
     rewrite: Callable[[str], str] = lambda text: text
+    host: str = "127.0.0.1"
     asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     refused: int = 0
 
@@ -91,9 +93,9 @@ class OpenAIServer:
 
             def log_message(self, format: str, *args: Any) -> None: ...
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer((self.host, 0), Handler)
         self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
+        self.url = f"http://{self.host}:{self._server.server_port}/v1"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from retouch import plain_json
+from retouch.disk import append_to
 from retouch.errors import ConfigError
 from retouch.rewards.base import UNSCORED, RewardEntry
 from retouch.types import Failure, Outcome, Score
@@ -72,7 +74,7 @@ class Observations:
             lines.append(_sealed(json.dumps({**asdict(asked), "outcomes": told})))
             self._known |= {(asked, name, digests[name]): outcome for name, outcome in outcomes.items()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as stream:
+        with os.fdopen(append_to(self.path), "a", encoding="utf-8") as stream:
             stream.write(("\n" if self._cut_off else "") + "".join(f"{line}\n" for line in lines))
         self._cut_off = False
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from retouch.cli.options import Overrides, RunFile, parse_size, start_logging
+from retouch.cli.options import Overrides, RunFile, Trust, parse_size, start_logging
 from retouch.config import load_run
 from retouch.config.errors import nearest
 from retouch.disk import writing
@@ -27,13 +27,14 @@ def validate(
         Path, typer.Argument(help="self_bench or BrushBench folder, manifest, or RUN.yaml for all its data sections.")
     ],
     resolution: Annotated[str, typer.Option(help="Side or HEIGHTxWIDTH in pixels to check at.")] = "512",
+    trust: Trust = False,
 ) -> None:
     """Open every item and print a table of problems; exit 2 if there are any."""
     start_logging()
     from retouch.data.validate import validate as find_problems
     from retouch.data.validate import validation_table
 
-    findings = find_problems(path, parse_size(resolution, "--resolution"))
+    findings = find_problems(path, parse_size(resolution, "--resolution"), trust=trust)
     typer.echo(validation_table(findings))
     if any(finding.problem for finding in findings):
         raise typer.Exit(2)
@@ -67,9 +68,10 @@ def precompute(
     run: RunFile,
     overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="Folder of the embeddings; existing ones are kept.")] = Path("embeddings"),
+    trust: Trust = False,
 ) -> None:
     """Encode all prompts, references and images of RUN.yaml; with model.embeddings=OUT a run needs no encoders."""
-    config = load_run(run, overrides or [])
+    config = load_run(run, overrides or [], trust=trust or None)
     from retouch.use.precompute import precompute as encode
 
     with writing(out):

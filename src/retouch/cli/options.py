@@ -13,6 +13,9 @@ from retouch.plain_text import PrintableFormatter
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Values by dotted key.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Use the code and the hosts that a run file in a run directory names.")
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON output.")]
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retouch.cli.options import Json, Overrides, RunFile, start_logging
+from retouch.cli.options import Json, Overrides, RunFile, Trust, start_logging
 from retouch.config import load_run, numbers
 from retouch.config.check import warnings_of
 from retouch.config.presets import preset_lines, preset_values
@@ -27,7 +27,7 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Debug messages in the log.")] = False,
 ) -> None:
     """Train from a run file; also under accelerate launch and torchrun."""
-    config = load_run(run, overrides or [])
+    config = load_run(run, overrides or [], trust=True)
     start_logging(verbose)
     from retouch.algorithms import train as recipes
 
@@ -39,12 +39,13 @@ def train(
 def replay(
     dump: Annotated[Path, typer.Argument(metavar="DUMP", help="Folder RUN/dumps/step-... of a step that failed.")],
     overrides: Overrides = None,
+    trust: Trust = False,
 ) -> None:
     """Repeat an optimizer step whose gradient was NaN or Inf, and compare it bitwise; exit 1 if it differs."""
     start_logging(verbose=False)
     from retouch.training.replay import replay
 
-    repeated = replay(dump, overrides or [])
+    repeated = replay(dump, overrides or [], trust=trust)
     reasons = repeated.different_inputs
     if repeated.different_results:
         lines = [*repeated.lines, "not reproduced:", *repeated.different_results, *reasons]
@@ -67,10 +68,11 @@ def check(
     accelerate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Accelerate configuration of a vlm_grpo run, for --memory.")
     ] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Check a run file and print its derived numbers, without loading models."""
-    config = load_run(run, overrides or [])
+    config = load_run(run, overrides or [], trust=trust or None)
     if accelerate is not None and not memory:
         raise ConfigError("--accelerate: given without --memory, which is what it changes; add --memory")
     from retouch.texts import check_texts
@@ -139,10 +141,11 @@ def doctor(
     run: Annotated[Path | None, typer.Argument(metavar="[RUN.yaml]", help="Run file to check as well.")] = None,
     overrides: Overrides = None,
     world_size: Annotated[int, typer.Option(help="Number of processes of the run.")] = 1,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Check the environment, and optionally whether it can run RUN.yaml; exit 1 if something must be fixed."""
-    config = load_run(run, overrides or []) if run else None
+    config = load_run(run, overrides or [], trust=trust or None) if run else None
     if config:
         numbers(config, world_size)  # rejects a number of processes that no machine could run
     from retouch.doctor import diagnose, table

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retouch.cli.options import Json, parse_size, start_logging
+from retouch.cli.options import Json, Trust, parse_size, start_logging
 from retouch.config import load_run
 from retouch.config.base import MOST_IMAGES
 from retouch.config.needs import DATA_SECTIONS
@@ -96,10 +96,11 @@ def sample(
         float, typer.Option(min=0, help="Margin of that box, as a share of the mask's longer side.")
     ] = 0.25,
     feather: Annotated[float, typer.Option(min=0, help="Width of the composite's soft edge in pixels.")] = 0.0,
+    trust: Trust = False,
 ) -> None:
     """Sample images with trained weights; pixels outside the mask stay unchanged."""
     start_logging()
-    trained = find_trained(run, config, weights, raw, unread=DATA_SECTIONS)
+    trained = find_trained(run, config, weights, raw, DATA_SECTIONS, trust)
     from retouch.use.items import SampleRequest, items_to_sample, make_folder
 
     request = SampleRequest(
@@ -137,10 +138,11 @@ def demo_ui(
     weights: Weights = None,
     raw: Raw = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the page on loopback.")] = 7860,
+    trust: Trust = False,
 ) -> None:
     """Serve a local page to mask an image and compare samples of the base and the trained weights."""
     start_logging()
-    trained = find_trained(run, config, weights, raw, unread=DATA_SECTIONS)
+    trained = find_trained(run, config, weights, raw, DATA_SECTIONS, trust)
     from retouch.use.page import serve
 
     serve(trained, port)
@@ -194,6 +196,7 @@ def evaluate(
             "for images, scores and result.json, by default RUN/benchmarks/NAME."
         ),
     ] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Compare weights with the base, or runs with each other, on fixed seeds: rewards, exact match, change outside the
@@ -209,7 +212,7 @@ def evaluate(
         unused = {"--data": data, "--reference": reference}
         if given := [option for option, value in unused.items() if value is not None]:
             raise ConfigError(f"{given[0]}: given with --benchmark, which has its own data; leave it out")
-        result = _benchmark(benchmark, path, runs, config, weights, raw, count, folders, shard, out)
+        result = _benchmark(benchmark, path, runs, config, weights, raw, count, folders, shard, out, trust)
         if result is not None:
             from retouch.benchmarks.result import benchmark_table
 
@@ -222,7 +225,7 @@ def evaluate(
             f"--images: given {folders[0]}; expected a number of images, or a folder with --benchmark NAME"
         )
     unread = DATA_SECTIONS if data else ("data", "warmup_data")
-    found = [find_trained(one, config, weights, raw, unread) for one in runs or [None]]
+    found = [find_trained(one, config, weights, raw, unread, trust) for one in runs or [None]]
     from retouch.observe.comparison import run_names
     from retouch.use.comparison import compare, compare_runs, comparison_table
 
@@ -246,6 +249,7 @@ def _benchmark(
     folders: list[Path],
     shard: str | None,
     out: Path | None,
+    trust: bool,
 ) -> dict[str, Any] | None:
     """`retouch eval --benchmark` -> its result; None if other shards have not ended."""
     from retouch.benchmarks.load import load_benchmark
@@ -261,7 +265,7 @@ def _benchmark(
         from retouch.observe.comparison import run_names
 
         named = run_names(runs) if len(runs) > 1 else {"": runs[0] if runs else None}
-        trained = {name: find_trained(one, config, weights, raw, DATA_SECTIONS) for name, one in named.items()}
+        trained = {name: find_trained(one, config, weights, raw, DATA_SECTIONS, trust) for name, one in named.items()}
     elif not folders:
         raise ConfigError("--benchmark: give --run RUN_DIR or --config RUN.yaml to sample, or --images FOLDER to score")
     if out is None and len(runs) != 1:
@@ -323,15 +327,21 @@ def compare(
 
 
 def find_trained(
-    run: Path | None, config: Path | None, weights: Path | None, raw: bool | None, unread: Collection[str]
+    run: Path | None,
+    config: Path | None,
+    weights: Path | None,
+    raw: bool | None,
+    unread: Collection[str],
+    trust: bool,
 ) -> Trained:
     """The weights that --run, --config and --weights name. No torch: a mistake is reported within a second.
 
     Args:
         unread: sections of the run file that the command does not need.
+        trust: use the code and the hosts that a run file in a run directory names.
 
     Raises:
-        ConfigError, ModelFilesError, CheckpointError: missing files.
+        ConfigError, ModelFilesError, CheckpointError: missing files, or code or hosts without consent.
     """
     if (run is None) == (config is None):
         raise ConfigError("give either --run RUN_DIR or --config RUN.yaml")
@@ -342,10 +352,10 @@ def find_trained(
     if file is not None and file.is_file():
         from retouch.training.files import require_model
 
-        require_model(load_run(file, unread=unread))
+        require_model(load_run(file, unread=unread, trust=trust if config is None else trust or None))
     from retouch.use.trained import Trained
 
-    return Trained.find(run, config, weights, raw, unread)
+    return Trained.find(run, config, weights, raw, unread, trust)
 
 
 def parse_box(text: str) -> tuple[int, int, int, int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
@@ -25,6 +26,24 @@ ImageCount = Annotated[int, Field(ge=1, le=MOST_IMAGES)]
 SolverSteps = Annotated[int, Field(ge=1, le=1000)]
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Annotation of an option whose value names code or a host, which a run directory may not choose without the
+    user's consent (`retouch.config.trust`).
+
+        address: Annotated[str, Names("host")] = "https://api.example.com/v1"
+
+    Attributes:
+        what: "code" is a module, or "module:name"; "host" is an address; "servers" is an address or an endpoints file.
+        own: values that name nothing outside the package.
+        variables: environment variables by which the user names such a value, alone or in a list with commas.
+    """
+
+    what: Literal["code", "host", "servers"]
+    own: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
 
 
 class Section(BaseModel):
@@ -49,6 +68,10 @@ class Section(BaseModel):
         Raises:
             ValueError: with that message.
         """
+
+    def unused(self) -> frozenset[str]:
+        """Options without effect beside the others of this section."""
+        return frozenset()
 
     @classmethod
     def is_free_in_epoch(cls, name: str, then: object, now: object) -> bool:

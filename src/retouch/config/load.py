@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from retouch.config.base import Section
 from retouch.config.errors import ConfigError, explain, field_annotation, models_of, nearest
 from retouch.config.presets import section_of
 from retouch.config.run import RunConfig
+from retouch.config.trust import Key, consented, foreign, in_run_directory, named, require_consent
 from retouch.disk import is_file
 from retouch.families import DEFAULT_FAMILY
 from retouch.registry import import_plugins
@@ -38,7 +40,10 @@ _MAX_EXTENDS = 20
 
 
 def load_run(
-    path: Path | str, overrides: Sequence[str] | Mapping[str, Any] = (), unread: Collection[str] = ()
+    path: Path | str,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    unread: Collection[str] = (),
+    trust: bool | None = None,
 ) -> RunConfig:
     """Read, override, fill in `${VAR}` and `${VAR:-default}`, validate. As in a shell, an empty variable takes the
     default, and a default may name another variable: `${A:-${B:-c}}`.
@@ -47,14 +52,20 @@ def load_run(
         overrides: "dotted.key=value" as the command line takes them, or a mapping for `overlaid`.
         unread: sections that the caller does not read, like "evaluation.data"; variables in them may be unset and then
             stay as they are written.
+        trust: whether to use the code and the hosts that the file names. False requires consent
+            (`retouch.config.trust`), and so does None for a file in a run directory.
 
     Raises:
         ConfigError: with one message that names the value given, the values allowed and the option to set.
     """
-    run = read_yaml(Path(path))
+    file = Path(path)
+    run = read_yaml(file)
+    if trust is None:
+        trust = not in_run_directory(file)
+    trust = trust or consented(file.parent, file.read_bytes())
     if isinstance(overrides, Mapping):
-        return parse_run(overlaid(run, overrides), source=str(path), unread=unread)
-    return parse_run(run, overrides, source=str(path), unread=unread)
+        return parse_run(overlaid(run, overrides), source=str(path), unread=unread, trust=trust)
+    return parse_run(run, overrides, source=str(path), unread=unread, trust=trust)
 
 
 def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,18 +285,58 @@ def _check_family(below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
 
 
 def parse_run(
-    data: Mapping[str, Any], overrides: Sequence[str] = (), source: str = "run", unread: Collection[str] = ()
+    data: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    source: str = "run",
+    unread: Collection[str] = (),
+    *,
+    trust: bool = True,
 ) -> RunConfig:
-    """Validate a mapping as `load_run` does. `source` names it in messages."""
+    """Validate a mapping as `load_run` does.
+
+    Args:
+        source: name of it in messages.
+        trust: False requires consent to the code and the hosts that it names.
+    """
     merged = with_new_names(deepcopy(dict(data)))
-    for override in overrides:
-        _apply(merged, override)
+    overridden = [_apply(merged, override) for override in overrides]
+    if not trust:
+        _require_consent_to_read(merged, overridden, source)
     expanded = with_variables(merged, unread=unread)
     _take_in_plugins(expanded.get("plugins"), source)
     try:
-        return RunConfig.model_validate(expanded)
+        run = RunConfig.model_validate(expanded)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{source}: {line}" for line in explain(error, RunConfig))) from None
+    if not trust:
+        require_consent(named(run), overridden, source)
+    return run
+
+
+def _require_consent_to_read(run: Mapping[str, Any], overridden: Collection[Key], source: str) -> None:
+    """Refuse plug-ins and variables of the environment without consent, before one is imported or read; the message
+    has the other code and hosts as well, where the file is valid without them."""
+    [mark] = RunConfig.model_fields["plugins"].metadata
+    found = dict(_variables_in(run))
+    if modules := foreign(run.get("plugins"), mark):
+        found["plugins",] = modules
+    if not found:
+        return
+    with suppress(ValidationError):
+        found |= named(RunConfig.model_validate(run))
+    require_consent(found, overridden, source)
+
+
+def _variables_in(node: Any, key: Key = ()) -> Iterator[tuple[Key, list[str]]]:
+    """The keys of texts with variables of the environment, and these texts."""
+    if isinstance(node, dict):
+        for name, part in cast("dict[str, Any]", node).items():
+            yield from _variables_in(part, (*key, str(name)))
+    elif isinstance(node, list):
+        for number, part in enumerate(cast("list[Any]", node)):
+            yield from _variables_in(part, (*key, str(number)))
+    elif isinstance(node, str) and _VARIABLE.search(node):
+        yield key, [node]
 
 
 def _take_in_plugins(modules: object, source: str) -> None:
@@ -302,8 +353,8 @@ def dump_run(run: RunConfig) -> str:
     return yaml.dump(run.model_dump(mode="json"), Dumper=yaml12.Dumper, sort_keys=False, allow_unicode=True)
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
-    """Set one `dotted.key=value`; the value is YAML."""
+def _apply(data: dict[str, Any], override: str) -> Key:
+    """Set one `dotted.key=value`, where the value is YAML -> the key, under its current name."""
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
@@ -328,10 +379,11 @@ def _apply(data: dict[str, Any], override: str) -> None:
         ) from None
     if value is None and _is_reward(path):
         _take_away(node, path[-1])
-        return
+        return tuple(path)
     if path == ["rewards"] and isinstance(value, dict):
         _without_null(cast("dict[str, Any]", value))
     node[path[-1]] = value
+    return tuple(path)
 
 
 def _new_path(path: list[str]) -> list[str]:

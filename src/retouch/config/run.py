@@ -17,6 +17,7 @@ from retouch.config.base import (
     Count,
     Decay,
     Name,
+    Names,
     NonNegative,
     Positive,
     Section,
@@ -30,7 +31,7 @@ from retouch.core.rules import STEP_RULES
 from retouch.data.formats import Data
 from retouch.families import DEFAULT_FAMILY
 from retouch.families.base import Model
-from retouch.registry import Chosen
+from retouch.registry import PLUGINS, Chosen
 from retouch.rewards.base import Reward
 from retouch.rewards.client.config import RewardClientConfig
 
@@ -230,6 +231,11 @@ class LoggingConfig(Section):
     """Epochs between grids of sampled groups with their rewards; 0 writes none."""
 
 
+def with_family(model: object) -> object:
+    """A section `model`; without `family` it is one of the default family."""
+    return {"family": DEFAULT_FAMILY, **model} if isinstance(model, dict) else model  # pyright: ignore[reportUnknownVariableType]
+
+
 class RunConfig(Section):
     """One run."""
 
@@ -241,9 +247,10 @@ class RunConfig(Section):
     """Name of the run directory; letters, digits, '.', '_' and '-'."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of every random number of the run."""
-    plugins: list[Text] = Field(default=[])
+    plugins: Annotated[list[Text], Names("code", variables=(PLUGINS,))] = Field(default=[])
     """Modules that register components of other packages (docs/extending.md), imported before the run file is
-    validated; the working directory is searched too. Packages with entry points need none."""
+    validated; those that are not installed are searched for in the working directory. Packages with entry points need
+    none."""
     resume: str | None = None
     """"auto" continues from the newest complete checkpoint of the run directory; without one it begins again, from the
     checkpoint of another run that the run was begun from, if there is one. A path continues from that checkpoint; null
@@ -271,11 +278,7 @@ class RunConfig(Section):
         """A preset fills in keys, and an algorithm reads some of its own options as keys of other sections."""
         return fill_in(cast("Mapping[str, object]", value)) if isinstance(value, Mapping) else value
 
-    @field_validator("model", mode="before")
-    @classmethod
-    def _family_has_a_default(cls, value: object) -> object:
-        """A section without `family` is one of the default family."""
-        return {"family": DEFAULT_FAMILY, **value} if isinstance(value, dict) else value  # pyright: ignore[reportUnknownVariableType]
+    _family_has_a_default = field_validator("model", mode="before")(with_family)
 
     @field_validator("rewards", mode="before")
     @classmethod

@@ -30,14 +30,17 @@ class Finding:
     note: str = ""
 
 
-def validate(path: Path, size: tuple[int, int]) -> list[Finding]:
+def validate(path: Path, size: tuple[int, int], *, trust: bool = False) -> list[Finding]:
     """Check a path that a format recognises, or every data section of a run file (at its own sizes).
+
+    Args:
+        trust: use the code and the hosts that a run file in a run directory names.
 
     Raises:
         DataError, ConfigError: the path is neither, or cannot be listed.
     """
     if path.suffix in (".yaml", ".yml"):
-        run = load_run(path)
+        run = load_run(path, trust=trust or None)
         sections = data_sections(run)
         needs = {name: needed_pictures(run, training=name == "data") for name in sections}
         return [f for name, data in sections.items() for f in validate_section(name, data, needs[name])]

@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from retouch.config import load_run
+from retouch.config.parts import completed
 from retouch.disk import write_whole
 from retouch.errors import ConfigError
 from retouch.observe.grids import grid
@@ -39,7 +39,7 @@ from retouch.observe.report import (
     rows_of,
     subtitle,
 )
-from retouch.observe.run_dir import read_metrics, reading_records
+from retouch.observe.run_dir import read_config, read_metrics, reading_records
 from retouch.rewards.base import UNSCORED
 
 _GRID_EXAMPLES = 8
@@ -212,7 +212,7 @@ def differing(one: Record, other: Record) -> list[str]:
 
 
 def _read(name: str, path: Path) -> RunRecord:
-    config = load_run(path / "config.yaml").model_dump(mode="json")  # with defaults for keys of newer versions
+    config = completed(read_config(path))  # with defaults for keys of newer versions
     return RunRecord(name, path, config, records_by_kind(read_metrics(path / "metrics.jsonl")))
 
 

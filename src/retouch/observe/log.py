@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from retouch.algorithms.vlm_grpo.config import VlmDerived
 from retouch.config import Derived, RunConfig
+from retouch.disk import append_to
 from retouch.plain_text import PrintableFormatter
 
 logger = logging.getLogger(__name__)
@@ -109,7 +112,7 @@ class LogFile:
         self._logger = logging.getLogger("retouch")
         self._level = self._logger.level
         self._threshold = self._logger.getEffectiveLevel()
-        file = logging.FileHandler(path, encoding="utf-8")
+        file = _RunFile(path, encoding="utf-8")
         file.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._others = _handlers(self._logger)
         self._added: list[logging.Handler] = [file]
@@ -136,6 +139,13 @@ class LogFile:
     def _passes(self, record: logging.LogRecord) -> bool:
         """Whether the other handlers would receive the record at the original level."""
         return record.levelno >= self._threshold or record.name.partition(".")[0] != "retouch"
+
+
+class _RunFile(logging.FileHandler):
+    """A file of a run directory; nothing is written through a link."""
+
+    def _open(self) -> TextIOWrapper:
+        return os.fdopen(append_to(Path(self.baseFilename)), "a", encoding=self.encoding)
 
 
 def _handlers(logger: logging.Logger) -> list[logging.Handler]:

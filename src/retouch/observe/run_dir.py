@@ -30,8 +30,9 @@ from filelock import FileLock, Timeout
 from retouch import plain_json
 from retouch.complete import complete_checkpoints
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
+from retouch.config.trust import consent
 from retouch.console import output_problem
-from retouch.disk import expanded, write_whole
+from retouch.disk import append_to, expanded, require_no_link, write_whole
 from retouch.imaging import write_png
 from retouch.observe.bar import TrainingBar
 from retouch.observe.log import LogFile, StepLog
@@ -142,8 +143,9 @@ class RunDir:
             _keep_config(self.path, resume_step, run_file)
         write_whole(self.path / "config.yaml", run_file)
         write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
-        self._metrics = metrics.open("a", encoding="utf-8")
+        self._metrics = os.fdopen(append_to(metrics), "a", encoding="utf-8")
         self._log_file = LogFile(self.path / "log.txt")
+        consent(self.path, run_file.encode(), self.config)
         if aside is not None:
             logger.warning("no checkpoint to resume from: starting again; earlier files were moved to %s", aside)
         self._sinks = open_sinks(self.config, self.path, resume_step)
@@ -265,7 +267,7 @@ class RunLock:
         """
         if self._lock.is_locked:
             return
-        self._require_file()
+        require_no_link(self._place)
         self._run.mkdir(parents=True, exist_ok=True)
         self._place.touch()  # a full or read-only disk is an error
         try:
@@ -283,7 +285,7 @@ class RunLock:
         Raises:
             ConfigError: another process holds it.
         """
-        self._require_file()
+        require_no_link(self._place)
         if self._lock.is_locked or not os.access(self._place, os.W_OK):
             return
         try:
@@ -296,10 +298,6 @@ class RunLock:
 
     def release(self) -> None:
         self._lock.release()
-
-    def _require_file(self) -> None:
-        if self._place.exists() and not self._place.is_file():  # opening a pipe waits for its other end
-            raise ConfigError(f"{self._place} is not a file; delete it")
 
     def _taken(self) -> ConfigError:
         number = self._place.read_text(encoding="utf-8", errors="replace").strip()
@@ -403,14 +401,9 @@ def _records(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _require_files(run: Path) -> None:
-    """Check what a run writes again or reads, before it waits for the other end of a pipe.
-
-    Raises:
-        ConfigError: something else is in the place of a file.
-    """
+    """Check what a run writes again or reads. Raises as `require_no_link`."""
     for path in (*(run / name for name in _FILES), *run.glob("config-*.yaml")):
-        if (path.is_symlink() or path.exists()) and not path.is_file():
-            raise ConfigError(f"{path} is not a file; delete it")
+        require_no_link(path)
     folders = [run, *(run / name for name in _FOLDERS), *run.glob("images/step-*"), *run.glob("evaluations/step-*")]
     for path in folders:
         if (path.is_symlink() or path.exists()) and not path.is_dir():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Ty
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
-from retouch.config.base import Count, NonNegative, Section, Text, Unit
+from retouch.config.base import Count, Names, NonNegative, Section, Text, Unit
 from retouch.config.errors import nearest
 from retouch.errors import RetouchError
 from retouch.registry import Chosen
@@ -61,7 +61,7 @@ class RewardEntry(Section):
 
     scorer: str
     """Name of the scorer; several entries may share one with different options."""
-    url: Text | Annotated[list[Text], Field(min_length=1)] | None = None
+    url: Annotated[Text | Annotated[list[Text], Field(min_length=1)] | None, Names("servers", own=("auto",))] = None
     """Null scores in this process; "auto" starts a server on loopback for the run, one per machine; else one or more
     server addresses, or the endpoints file that `retouch reward serve` wrote."""
     device: Text | Annotated[list[Text], Field(min_length=1)] = "cpu"
@@ -151,6 +151,10 @@ class RewardEntry(Section):
     def spec_name(self) -> str:
         """Name of the scorer in failures and at /info."""
         return self.scorer
+
+    def unused(self) -> frozenset[str]:
+        """The options of the scorer, beside the address of a server: they are the server's."""
+        return frozenset() if self.is_made_here else frozenset(self.own_options())
 
     @classmethod
     def own_options(cls) -> list[str]:

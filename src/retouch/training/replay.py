@@ -14,6 +14,7 @@ from typing import Any
 
 from retouch.config import RunConfig
 from retouch.config.load import parse_run
+from retouch.config.trust import consented
 from retouch.engine import CheckpointError
 from retouch.engine.saved import saved_run_file
 from retouch.errors import ConfigError
@@ -60,18 +61,19 @@ class Replay:
         ]
 
 
-def replay(folder: Path, overrides: Sequence[str] = ()) -> Replay:
+def replay(folder: Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Replay:
     """Repeat the step of a dump on as many processes as the run had.
 
     Args:
         overrides: "dotted.key=value" for the run file, such as the paths of data and model on this machine.
+        trust: use the code and the hosts that the run file in it names.
 
     Raises:
         CheckpointError: no dump, a damaged one, or one of other model files or data.
-        ConfigError: the run file in it is none, or the overrides are wrong.
+        ConfigError: the run file in it is none, names code or hosts without consent, or the overrides are wrong.
     """
     state, then = read_dump(folder)
-    config = run_file(state, folder, overrides)
+    config = run_file(state, folder, overrides, trust=trust)
     run = build(config, replaying=True)
     try:
         if run.engine.world_size != len(then.shares):
@@ -92,14 +94,15 @@ def replay(folder: Path, overrides: Sequence[str] = ()) -> Replay:
     return Replay(progress["step"] + 1, progress["phase"], progress.get("epoch", 0), then, now)
 
 
-def run_file(state: Mapping[str, Any], folder: Path, overrides: Sequence[str]) -> RunConfig:
-    """The run file of a dump, to be resumed from it.
+def run_file(state: Mapping[str, Any], folder: Path, overrides: Sequence[str], *, trust: bool = False) -> RunConfig:
+    """The run file of a dump, to be resumed from it; `trust` as in `replay`.
 
     Raises:
-        CheckpointError, ConfigError: not a run file.
+        CheckpointError, ConfigError: not a run file, or code or hosts without consent.
     """
     data = saved_run_file(state, folder)
-    config = parse_run(data, overrides, source=f"{folder}: state.json")
+    trust = trust or consented(folder.resolve().parent.parent, state["config"].encode())
+    config = parse_run(data, overrides, source=f"{folder}: state.json", trust=trust)
     return config.model_copy(update={"resume": str(folder)})
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from retouch.adapters import FORMATS
 from retouch.complete import complete_checkpoints
 from retouch.config.errors import nearest
-from retouch.config.load import parse_run
+from retouch.config.parts import model_of, trains_text_encoder
 from retouch.disk import file_problem, writing
 from retouch.engine.saved import saved_run_file, sound_state
 from retouch.errors import CheckpointError, ConfigError, first_line
@@ -42,14 +42,13 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out: given {out}; expected a new or empty folder; choose another")
     run = saved_run_file(sound_state(folder.parent), folder.parent)
-    whole = parse_run(run, source=f"{folder.parent}: state.json")
-    if whole.algorithm.trains_text_encoder:
+    config = model_of(run, f"{folder.parent}: state.json")
+    if trains_text_encoder(run):
         kind = "a PEFT adapter" if (folder / "adapter_config.json").is_file() else "a model of transformers"
         raise ConfigError(
             f"--to: given {to!r}, but the run trained its text encoder, and {folder} is {kind} already; load that "
             "folder"
         )
-    config = whole.model
 
     from safetensors import SafetensorError
 

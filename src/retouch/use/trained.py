@@ -35,6 +35,7 @@ class Trained:
         weights: Path | None,
         raw: bool | None,
         unread: Collection[str] = (),
+        trust: bool = False,
     ) -> Trained:
         """Find the weights of a run directory (after the supervised warm-up, and the newest), or combine a run file
         and a weights folder.
@@ -43,17 +44,18 @@ class Trained:
             raw: of a checkpoint the raw weights (True) or the EMA weights (False); None: those of the run's
                 `evaluation.weights`.
             unread: sections of the run file that are not needed; see `load_run`.
+            trust: use the code and the hosts that a run file in a run directory names.
 
         Raises:
-            ConfigError, CheckpointError: no run directory, or no weights.
+            ConfigError, CheckpointError: no run directory, no weights, or code or hosts without consent.
         """
         if config is not None:
-            loaded = load_run(config, unread=unread)
+            loaded = load_run(config, unread=unread, trust=trust or None)
             return cls(loaded, {} if weights is None else {"trained": _chosen(weights, loaded, raw)})
         assert run is not None
         if not (run / "config.yaml").is_file():
             raise ConfigError(f"--run: given {run}; expected a run directory (it has no config.yaml)")
-        loaded = load_run(run / "config.yaml")
+        loaded = load_run(run / "config.yaml", trust=trust)
         if weights is not None:
             return cls(loaded, {"trained": _chosen(weights, loaded, raw)})
         folders = complete_checkpoints(run / "checkpoints")

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from retouch import plain_json
+from retouch.disk import require_no_link
 from retouch.rewards.protocol import PICTURES, Pixels, RewardItem
 from retouch.types import Outcome, Score
 
@@ -28,6 +29,9 @@ class ScoreCache:
     """
 
     def __init__(self, path: Path) -> None:
+        """Raises ConfigError if a link or a pipe is in the place of one of its files."""
+        for ending in ("", "-wal", "-shm", "-journal"):
+            require_no_link(path.with_name(path.name + ending))
         self.path = path
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None

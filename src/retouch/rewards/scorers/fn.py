@@ -6,15 +6,19 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
+from retouch.config.base import Names
 from retouch.errors import ConfigError
-from retouch.registry import import_from_here
+from retouch.registry import PLUGINS, import_from_here
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import PICTURES, RewardItem
 from retouch.types import Failure, Outcome, Score
+
+RECOLOURED = "retouch.tiny.edits:recoloured"
+"""The reward of the tiny editing tasks."""
 
 
 class FnReward(RewardEntry):
@@ -22,15 +26,13 @@ class FnReward(RewardEntry):
 
     value_range = (-1e9, 1e9)
     licence = "yours"
-    VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "fn": {"retouch.data.edits:recoloured": "retouch.tiny.edits:recoloured"}
-    }
+    VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {"fn": {"retouch.data.edits:recoloured": RECOLOURED}}
 
     scorer: Literal["fn"] = "fn"
-    fn: str = ""
-    """Required with url null or "auto": "module:name"; modules in the working directory are found too. A function of a
-    list of `RewardItem` that returns a number, `Score` or `Failure` for each, or a class without arguments with such a
-    method `score` and optionally `load(device)`."""
+    fn: Annotated[str, Names("code", own=(RECOLOURED,), variables=(PLUGINS,))] = ""
+    """Required with url null or "auto": "module:name"; a module that is not installed is searched for in the working
+    directory. A function of a list of `RewardItem` that returns a number, `Score` or `Failure` for each, or a class
+    without arguments with such a method `score` and optionally `load(device)`."""
     needs: list[str] | None = None
     """Images (mask, source, reference) that an item must have; an item without them is a typed failure."""
 

@@ -13,13 +13,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from PIL import Image
 from pydantic import model_validator
 
 from retouch import plain_json
-from retouch.config.base import Positive, Text
+from retouch.config.base import Names, Positive, Text
 from retouch.errors import ConfigError, RewardOutage
 from retouch.rewards.addresses import base_url, is_local
 from retouch.rewards.base import PackageScorer, RewardEntry
@@ -63,7 +63,7 @@ class GenEvalReward(RewardEntry):
     """Hub id or folder of a Mask2Former of transformers with the 80 classes of COCO."""
     color_model: Text = "openai/clip-vit-large-patch14"
     """Hub id or folder of the CLIP that names the colour of an object."""
-    detector_url: Text | None = None
+    detector_url: Annotated[Text | None, Names("host")] = None
     """Address of a server that detects objects and colours in place of the two networks, like the published detector
     in its own container; null: none."""
     timeout_s: Positive = 60.0

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from retouch import plain_json
-from retouch.config.base import Count, NonNegative, Positive
+from retouch.config.base import Count, Names, NonNegative, Positive
 from retouch.errors import ConfigError, RewardOutage, shown
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
@@ -37,6 +37,10 @@ Task = TypeVar("Task")
 Answer = TypeVar("Answer")
 
 
+ADDRESS_VARIABLES = ("JUDGE_URL", "JUDGE_ADDRESS", "OPENAI_BASE_URL")
+"""Environment variables by which published run files read the address of a judge."""
+
+
 class JudgeEntry(RewardEntry):
     """Options of the rewards of a judge behind an OpenAI-compatible endpoint."""
 
@@ -47,7 +51,7 @@ class JudgeEntry(RewardEntry):
     model: str = ""
     """Name of the model at the endpoint; required with url null or `auto`. "auto" is gpt-4o-2024-11-20 at OpenAI, and
     elsewhere the only model that the endpoint lists."""
-    address: str = "https://api.openai.com/v1"
+    address: Annotated[str, Names("host", variables=ADDRESS_VARIABLES)] = "https://api.openai.com/v1"
     """Address of the endpoint, with /v1, or with the query that it requires, like Azure's `?api-version=...`. OpenAI's
     needs OPENAI_API_KEY in the environment."""
     key_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None

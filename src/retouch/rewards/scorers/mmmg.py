@@ -10,14 +10,14 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from retouch.config.base import Text
+from retouch.config.base import Names, Text
 from retouch.disk import expanded
 from retouch.errors import ConfigError, shown
-from retouch.registry import load_attribute
+from retouch.registry import PLUGINS, load_attribute
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import constants_of
 from retouch.rewards.scorers.fn import find_function, source_digest
@@ -71,7 +71,7 @@ class MmmgReward(JudgeEntry):
     prompts: Text | None = None
     """For wording=published: your copy of the published question, which the package does not contain: a text file, or
     MMMG's `mmmg_eval/utils/instruction_prompt.py`. [ELEM_DEPEND] stands for graph and annotation."""
-    readability: str | None = None
+    readability: Annotated[str | None, Names("code", own=("sam2",), variables=(PLUGINS,))] = None
     """Counter of an image's regions: "sam2" counts them as MMMG does, with `segmenter` and `reader`; "module:function"
     is a function of an RGB array [H, W, 3] uint8. R falls from 1 at 70 regions to 0 at 160. Null leaves R at 1."""
     segmenter: Text = "facebook/sam2.1-hiera-large"

@@ -23,6 +23,7 @@ import httpx
 
 from retouch import plain_json
 from retouch.config.errors import nearest
+from retouch.disk import append_to
 from retouch.errors import ConfigError
 from retouch.rewards.addresses import LOOPBACK, TOKEN_VARIABLE, name_of, reward_token
 from retouch.rewards.client.endpoints import read_endpoints, write_endpoints
@@ -405,7 +406,7 @@ class LocalServer:
         self._watch.start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        with self.log.open("ab") as stream:
+        with os.fdopen(append_to(self.log), "ab") as stream:
             return subprocess.Popen(
                 self._command,
                 stdout=stream,
