@@ -105,10 +105,6 @@ class PendingScores:
     gates: Mapping[str, Gate]
     count: int
 
-    def done(self) -> bool:
-        """Whether all of them are in."""
-        return all(future.done() for future in self.parts.values())
-
     @property
     def counted(self) -> list[Future[dict[str, list[Outcome]]]]:
         """Those that count."""
@@ -251,12 +247,18 @@ class RewardTable:
 
     def probe(self) -> dict[str, dict[str, list[float | None]]]:
         """Score the golden images now, bypassing the cache -> reward -> where -> values, None for a failure. The first
-        values of a run stay in `golden`."""
+        values of a run stay in `golden`. Rewards of weight 0 that are not in after `logged_wait_s` are left out."""
         items = golden_items()
         found: dict[str, dict[str, list[float | None]]] = {name: {} for name in self.entries}
-        for backend in self._backends.values():
-            scored = backend.probe(items) if isinstance(backend, RewardClient) else {"": backend.submit(items).result()}
-            for where, columns in scored.items():
+        for place, backend in self._backends.items():
+            remote = isinstance(backend, RewardClient)
+            pending: Future[Any] = backend.submit_probe(items) if remote else backend.submit(items)
+            try:
+                scored = pending.result(self.client.logged_wait_s if place.kind == "logged" else None)
+            except TimeoutError:
+                pending.cancel()
+                continue
+            for where, columns in scored.items() if remote else [("", scored)]:
                 for name, column in columns.items():
                     values = [o.value if isinstance(o, Score) else None for o in column]
                     found[name][where or "this process"] = values

@@ -38,6 +38,7 @@ from retouch.training.rollouts import (
     sample_groups,
     settle_together,
 )
+from retouch.training.scoring import arrived
 from retouch.training.session import Session
 from retouch.training.step import step_batches
 from retouch.types import Scores
@@ -216,8 +217,9 @@ class Arrivals:
         return self._rest
 
     def _ready(self) -> list[int]:
-        """Examples of `waiting` whose rewards are in, on all processes."""
-        mine = {e for e, batch in zip(self._examples, self._rollouts.batches, strict=True) if not batch.scores.done()}
+        """Examples of `waiting` whose rewards that count are in, on all processes."""
+        pending = zip(self._examples, self._rollouts.batches, strict=True)
+        mine = {example for example, batch in pending if not arrived([batch], timeout_s=0.0)}
         late = set(self._session.run.engine.gather_list(sorted(mine)))
         return [example for example in self.waiting if example not in late]
 
