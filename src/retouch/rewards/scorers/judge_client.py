@@ -26,6 +26,9 @@ from retouch.rewards.protocol import Pixels
 
 logger = logging.getLogger(__name__)
 
+_jitter = random.Random()
+"""Not the global generator: its state is part of checkpoints, and must not depend on when a judge answers."""
+
 Encoding = Literal["png", "jpeg"]
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -274,7 +277,7 @@ class JudgeClient:
                 if reply.status not in _RETRY_STATUS:
                     raise JudgeError(problem)
                 retry_after = retry_after_s(reply.headers)
-            pause = max(retry_after, random.uniform(0, min(8.0, 0.25 * 2**attempt)))  # full jitter
+            pause = max(retry_after, _jitter.uniform(0, min(8.0, 0.25 * 2**attempt)))  # full jitter
             if time.monotonic() + pause >= deadline:
                 break
             time.sleep(pause)
