@@ -11,13 +11,11 @@ checkpoints/step-000040/
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -36,6 +34,7 @@ from retouch.engine.saved import (
     verify_files,
 )
 from retouch.errors import CheckpointError, DamagedFile
+from retouch.process_wide import rng_state, set_rng_state
 from retouch.saved_tensors import load_saved
 from retouch.types import Processes
 
@@ -217,25 +216,3 @@ def tensors_of(value: object, name: str = "") -> dict[str, Tensor]:
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     )
     return {key: tensor for k, inside in items for key, tensor in tensors_of(inside, f"{name}.{k}".lstrip(".")).items()}
-
-
-def rng_state() -> dict[str, Any]:
-    """State of the global random generators. The run's own seeds are derived; libraries may use these."""
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    version, internal, gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all(),
-        "numpy": [name, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, cached],  # pyright: ignore
-        "python": [version, list(internal), gauss],
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))

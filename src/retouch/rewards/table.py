@@ -207,8 +207,8 @@ class RewardTable:
             self._backends[place] = self._connect(place, members)
 
     def settle(self) -> None:
-        """Wait until the scorers of this process have loaded or failed: transformers and diffusers build a model under
-        process-wide settings, and two must not load at the same time."""
+        """Wait until the scorers of this process have loaded or failed: loading changes what the whole process shares
+        (`process_wide`), and no other model may be built, nor a tensor of a run be made, meanwhile."""
         for backend in self._backends.values():
             if isinstance(backend, LocalRewards):
                 backend.settle()
@@ -217,12 +217,15 @@ class RewardTable:
         """Wait until every reward can be scored, on all of its servers or on one -> problems that remain.
 
         A problem of rewards of weight 0 is a warning; with `every_server` false (during a run) they are not waited for.
+        Those of this process are waited for without a limit, or they would go on loading beside the run.
         """
         deadline = time.monotonic() + timeout_s
         problems: list[str] = []
         for place, backend in self._backends.items():
             if place.kind != "counts" and not every_server:
                 continue
+            if place.kind == "logged" and isinstance(backend, LocalRewards):
+                backend.settle()
             found = backend.wait_ready(max(0.0, deadline - time.monotonic()), every_server)
             if place.kind != "logged":
                 problems += found

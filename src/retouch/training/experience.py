@@ -75,8 +75,8 @@ class Experience:
     weight: Tensor
     means: Tensor
     reference_means: Tensor
-    gradient: Tensor = field(default_factory=lambda: torch.zeros(0))
-    step_of: Tensor = field(default_factory=lambda: torch.zeros(0))
+    gradient: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32))
+    step_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32))
 
     @property
     def steps(self) -> int:
@@ -92,7 +92,7 @@ class Experience:
         states = self.latents[rows]
         x = states[:, span.start : span.stop].flatten(0, 1)
         x_next = states[:, span.start + 1 : span.stop + 1].flatten(0, 1)
-        step = self.first_step[rows][:, None] + torch.arange(span.start, span.stop)
+        step = self.first_step[rows][:, None] + torch.arange(span.start, span.stop, dtype=torch.int64)
         return x, x_next, step.flatten()
 
 
@@ -138,17 +138,17 @@ def recorded(rollouts: Rollouts) -> Experience:
     """This process's samples, all of weight 0."""
     paths = rollouts.trajectories
     means = [t.means for t in paths if t.means is not None]
-    zeros = torch.zeros(len(rollouts.slots))
+    zeros = torch.zeros(len(rollouts.slots), dtype=torch.float32)
     return Experience(
-        position=torch.tensor([slot.example for slot in rollouts.slots]),
-        seed=torch.tensor(rollouts.seeds),
-        first_step=torch.tensor([t.first_step for t in paths for _ in t.latents]),
+        position=torch.tensor([slot.example for slot in rollouts.slots], dtype=torch.int64),
+        seed=torch.tensor(rollouts.seeds, dtype=torch.int64),
+        first_step=torch.tensor([t.first_step for t in paths for _ in t.latents], dtype=torch.int64),
         latents=torch.cat([t.latents for t in paths]).cpu(),
         log_probs=torch.cat([t.log_probs for t in paths]).cpu(),
         advantages=zeros,
         weight=zeros,
-        means=torch.cat(means).cpu() if means else torch.zeros(0),
-        reference_means=torch.zeros(0),
+        means=torch.cat(means).cpu() if means else torch.zeros(0, dtype=torch.float32),
+        reference_means=torch.zeros(0, dtype=torch.float32),
     )
 
 
@@ -176,7 +176,7 @@ class Arrivals:
         self._rollouts = sample_groups(session, algorithm, self.waiting, policy, by_group=True)
         self._recorded = recorded(self._rollouts)
         sizes = [len(batch.items) for batch in self._rollouts.batches]
-        self._rows = [rows.tolist() for rows in torch.arange(sum(sizes)).split(sizes)]
+        self._rows = [rows.tolist() for rows in torch.arange(sum(sizes), dtype=torch.int64).split(sizes)]
         self._examples = [self._rollouts.slots[rows[0]].example for rows in self._rows]  # a batch is of one
         self._scores: dict[int, Scores] = {}  # by batch, once settled
         self._rest: Experience | None = None
@@ -197,7 +197,7 @@ class Arrivals:
             while len(ready := self._ready()) < wanted:
                 time.sleep(POLL_S)
         rows = self._rows_of(ready[:wanted])
-        rows.step_of = torch.full((len(rows.weight),), session.progress.position)
+        rows.step_of = torch.full((len(rows.weight),), session.progress.position, dtype=torch.int64)
         return rows
 
     def rest(self) -> Experience:

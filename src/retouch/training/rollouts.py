@@ -137,9 +137,10 @@ def gathered(run: Run, slots: Sequence[Slot], scores: Sequence[Scores]) -> Rewar
     missing = max(run.engine.gather_list([len(slots)])) - len(slots)
     values, valid = (pad(t, (0, 0, 0, missing)) for t in (own.values, own.valid))
     filled = [*slots, *[Slot(0, 0, padding=True)] * missing]
-    position, index, padding = (
-        torch.tensor(column) for column in zip(*((s.example, s.index, s.padding) for s in filled))
+    position, index = (
+        torch.tensor([getattr(s, name) for s in filled], dtype=torch.int64) for name in ("example", "index")
     )
+    padding = torch.tensor([s.padding for s in filled], dtype=torch.bool)
     return gather_rewards(run.engine, run.rewards, replace(own, values=values, valid=valid), position, index, padding)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from retouch.core.advantages import RewardRows
-from retouch.errors import FailureRateExceeded, RewardOutage
+from retouch.errors import ConfigError, FailureRateExceeded, RewardOutage
 from retouch.rewards.addresses import TOKEN_VARIABLE, start_servers
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.table import PendingScores, RewardTable
@@ -89,9 +89,15 @@ def wait_for_rewards(table: RewardTable, client: RewardClientConfig) -> None:
 
     Raises:
         RewardOutage: it cannot; with the command that starts the servers that are not part of the run.
+        ConfigError: torch's default dtype is not fp32 any more, in which libraries make tensors.
     """
     problems = table.wait_ready(max(client.outage_wait_s, STARTING_S))
     if not problems:
+        if (dtype := torch.get_default_dtype()) != torch.float32:
+            raise ConfigError(
+                f"rewards: given {dtype} as torch's default dtype once all were ready; expected torch.float32, which "
+                "libraries rely on; remove torch.set_default_dtype from the plugins and scorers of the run"
+            )
         return
     started_elsewhere = [n for n, entry in table.entries.items() if entry.url not in (None, "auto") and entry.weight]
     running = all(TOKEN_VARIABLE in problem for problem in problems)
@@ -360,7 +366,7 @@ def gather_rewards(
         torch.tensor(column, dtype=torch.float64)
         for column in ([table.weights[name] for name in table.trained], [entry.min_group_std for entry in entries])
     )
-    relative = torch.tensor([entry.transform == "win_rate" for entry in entries])
+    relative = torch.tensor([entry.transform == "win_rate" for entry in entries], dtype=torch.bool)
     return RewardRows(table.trained, values, valid, weights, position, index, padding, noise, relative)
 
 
