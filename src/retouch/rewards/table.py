@@ -176,6 +176,7 @@ class RewardTable:
         self.weights = {n: 0.0 if entry.role == "gold" else entry.weight for n, entry in entries.items()}
         self.trained = [name for name, entry in entries.items() if entry.role == "train"]
         self.evaluated = [name for name, entry in entries.items() if not entry.compares_group()]
+        self.compares_groups = any(entry.compares_group() for entry in entries.values() if entry.role == "train")
         self.gates = {
             name: Gate(entry.gated_by, entry.gate_threshold, entry.gate_floor)
             for name, entry in entries.items()

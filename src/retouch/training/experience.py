@@ -128,9 +128,9 @@ def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = N
     rollouts, advantages, weight = advantaged_groups(session, algorithm, policy)
     engine, rows = session.run.engine, with_advantages(recorded(rollouts), advantages, weight, session.run.engine)
     if any(entry.gradient_weight for entry in session.config.rewards.values()):
-        items = [item for batch in rollouts.batches for item in batch.items]
         sampled = sum(not slot.padding for slot in rollouts.slots)
-        rows.gradient = pulls(session, algorithm, items, rows.position, rows.latents[:, -1], rows.weight, sampled)
+        own = (rollouts.items, rows.position, rows.latents[:, -1], rows.weight)
+        rows.gradient = pulls(session, algorithm, *own, sampled)
     return evenly_dealt(engine, rows, weight)
 
 
@@ -175,7 +175,7 @@ class Arrivals:
         self.waiting = epoch_examples(session)
         self._rollouts = sample_groups(session, algorithm, self.waiting, policy, by_group=True)
         self._recorded = recorded(self._rollouts)
-        sizes = [len(batch.items) for batch in self._rollouts.batches]
+        sizes = [len(batch.items) + batch.padding for batch in self._rollouts.batches]
         self._rows = [rows.tolist() for rows in torch.arange(sum(sizes), dtype=torch.int64).split(sizes)]
         self._examples = [self._rollouts.slots[rows[0]].example for rows in self._rows]  # a batch is of one
         self._scores: dict[int, Scores] = {}  # by batch, once settled
@@ -230,7 +230,7 @@ class Arrivals:
         try:
             settled = settle_together(session, [self._rollouts.batches[number] for number in numbers])
             self._scores |= zip(numbers, settled, strict=True)
-            tally = accepted(run, *self._of(sorted(self._scores)))
+            tally = accepted(run, self._of(sorted(self._scores))[1])
         except (RewardOutage, FailureRateExceeded):
             session.drop_epoch()
             raise

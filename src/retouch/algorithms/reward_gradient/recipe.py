@@ -146,7 +146,7 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
     own = slice(engine.rank * n, (engine.rank + 1) * n)
     usable = rewards.usable[own]
     states = torch.cat([path.latents for path in rollouts.trajectories])  # [n, S + 1, C, h, w]
-    items = [item for batch in rollouts.batches for item in batch.items]
+    items = rollouts.items
     trained = [steps_of(algorithm, run.config.rollout.num_steps, seed) for seed in rollouts.seeds]
     steps = torch.tensor(trained, dtype=torch.int64)
     gradient = torch.zeros(*steps.shape, *states.shape[2:], dtype=torch.float32)
@@ -154,7 +154,9 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
     failures: list[Failure] = []
     scorers = pixel_rewards(run.rewards, run.rewards.weights)
     for i in usable.nonzero().flatten().tolist():
-        found = sample_gradient(run, algorithm, scorers, states[i], steps[i], items[i], rewards.position[own][i])
+        item = items[i]
+        assert item is not None, "padding is not usable"
+        found = sample_gradient(run, algorithm, scorers, states[i], steps[i], item, rewards.position[own][i])
         if isinstance(found, Failure):
             failures.append(found)
             usable[i] = False
