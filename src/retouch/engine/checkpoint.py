@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -79,7 +79,7 @@ class Checkpoints:
             tensors: of a mid-epoch checkpoint, the rollouts not trained on yet.
         """
         folder = self.root / f"step-{step:06d}"
-        everyones = None if tensors is None else engine.gather_list([dict(tensors)])  # each rank has its own
+        everyones = None if tensors is None else engine.tensors_on_first(tensors)  # each rank has its own
         writing = self.root / f".writing-{folder.name}"
         if engine.is_main:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ class Checkpoints:
             optimizer = cast("dict[str, Any]", load_saved(folder / "optimizer.pt", mmap=mapped))
             rng = cast("dict[str, Any]", load_saved(folder / "rng.pt"))
             rollouts = folder / "rollouts.safetensors"
-            tensors = _rows_of_rank(load_file(rollouts), engine, folder) if rollouts.exists() else None
+            tensors = _rows_of_rank(rollouts, engine) if rollouts.exists() else None
             snapshots = {file.stem: load_file(file) for file in sorted((folder / "snapshots").glob("*.safetensors"))}
         try:
             weights = self._load_weights(folder / "weights")
@@ -176,20 +176,22 @@ def _readable(folder: Path) -> Iterator[None]:
         raise damaged(folder, reason_of(error)) from None
 
 
-def _rows_of_rank(tensors: Mapping[str, Tensor], engine: Engine, folder: Path) -> dict[str, Tensor]:
-    """This rank's rollouts.
+def _rows_of_rank(file: Path, engine: Engine) -> dict[str, Tensor]:
+    """This rank's rollouts; no others are read.
 
     Raises:
         CheckpointError: a mid-epoch checkpoint of another number of processes.
     """
-    ranks = len({key.partition("/")[0] for key in tensors})
-    if ranks != engine.world_size:
-        raise CheckpointError(
-            f"{folder}: a mid-epoch checkpoint of {ranks} process{'es' if ranks > 1 else ''}; this run has "
-            f"{engine.world_size}; resume on {ranks}, or from a checkpoint without rollouts.safetensors"
-        )
-    prefix = f"{engine.rank}/"
-    return {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+    with safe_open(file, "pt") as tensors:
+        names = list(tensors.keys())
+        ranks = len({name.partition("/")[0] for name in names})
+        if ranks != engine.world_size:
+            raise CheckpointError(
+                f"{file.parent}: a mid-epoch checkpoint of {ranks} process{'es' if ranks > 1 else ''}; this run has "
+                f"{engine.world_size}; resume on {ranks}, or from a checkpoint without rollouts.safetensors"
+            )
+        prefix = f"{engine.rank}/"
+        return {name.removeprefix(prefix): tensors.get_tensor(name) for name in names if name.startswith(prefix)}
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -143,11 +143,11 @@ def recorded(rollouts: Rollouts) -> Experience:
         position=torch.tensor([slot.example for slot in rollouts.slots], dtype=torch.int64),
         seed=torch.tensor(rollouts.seeds, dtype=torch.int64),
         first_step=torch.tensor([t.first_step for t in paths for _ in t.latents], dtype=torch.int64),
-        latents=torch.cat([t.latents for t in paths]).cpu(),
-        log_probs=torch.cat([t.log_probs for t in paths]).cpu(),
+        latents=torch.cat([t.latents for t in paths]),
+        log_probs=torch.cat([t.log_probs for t in paths]),
         advantages=zeros,
         weight=zeros,
-        means=torch.cat(means).cpu() if means else torch.zeros(0, dtype=torch.float32),
+        means=torch.cat(means) if means else torch.zeros(0, dtype=torch.float32),
         reference_means=torch.zeros(0, dtype=torch.float32),
     )
 

@@ -256,7 +256,7 @@ def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], numbe
     for rows in group_ranges(slots) if by_group else [range(len(slots))]:
         lost, padding = [row - rows.start for row in broken if row in rows], sum(slots[row].padding for row in rows)
         batches.append(submitted(run.rewards, items[rows.start : rows.stop], lost, padding))
-    return Rollouts(list(slots), seeds, [zeroed(trajectory, broken)], batches, [])
+    return Rollouts(list(slots), seeds, [kept(trajectory, broken)], batches, [])
 
 
 def group_ranges(slots: Sequence[Slot]) -> list[range]:
@@ -265,13 +265,14 @@ def group_ranges(slots: Sequence[Slot]) -> list[range]:
     return [range(a, b) for a, b in zip(starts, [*starts[1:], len(slots)], strict=True)]
 
 
-def zeroed(trajectory: Trajectory, rows: Sequence[int]) -> Trajectory:
-    """Zeros in place of NaN and Inf: such rows have weight 0, but NaN times 0 is NaN in a backward."""
-    if not rows:
-        return trajectory
-    tensors = {name: t.clone() for name, t in vars(trajectory).items() if isinstance(t, Tensor) and name != "times"}
-    for tensor in tensors.values():
-        tensor[list(rows)] = 0.0
+def kept(trajectory: Trajectory, broken: Sequence[int]) -> Trajectory:
+    """A trajectory until its epoch is trained on: on the CPU, where everything reads it, and zeros in place of rows
+    with NaN and Inf: they have weight 0, but NaN times 0 is NaN in a backward."""
+    tensors = {name: t.cpu() for name, t in vars(trajectory).items() if isinstance(t, Tensor) and name != "times"}
+    if broken:
+        tensors = {name: t.clone() for name, t in tensors.items()}
+        for tensor in tensors.values():
+            tensor[list(broken)] = 0.0
     return replace(trajectory, **tensors)
 
 

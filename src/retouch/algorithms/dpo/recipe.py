@@ -129,7 +129,7 @@ def collect_pairs(session: Session, algorithm: DpoConfig) -> Pairs:
     policy = None if algorithm.rollout_policy == "current" else "reference"
     rollouts, rewards = rewarded_groups(session, algorithm, policy)
     best, worst = best_and_worst(rewards, algorithm.combine)
-    final = torch.cat([t.final for t in rollouts.trajectories]).cpu()
+    final = torch.cat([t.final for t in rollouts.trajectories])
     # the members of a pair may lie on two processes, neither of which trains on it
     latents = rows_of_all(engine, final, [*best.tolist(), *worst.tolist()])
     win, lose = latents[: len(best)], latents[len(best) :]

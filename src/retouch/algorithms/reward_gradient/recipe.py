@@ -167,7 +167,7 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
         position=rewards.position[own].repeat_interleave(steps.shape[1]),
         seed=torch.tensor(rollouts.seeds, dtype=torch.int64).repeat_interleave(steps.shape[1]),
         step=steps.flatten(),
-        latents=states_before(states, steps, run.config.rollout.num_steps).flatten(0, 1).cpu(),
+        latents=states_before(states, steps, run.config.rollout.num_steps).flatten(0, 1),
         gradient=gradient.flatten(0, 1),
         coefficient=coefficient.flatten(),
         weight=usable.float().repeat_interleave(steps.shape[1]),
@@ -211,7 +211,7 @@ def sample_gradient(
     Args:
         states: [S + 1, C, h, w] around the last S steps.
     """
-    num_steps = run.config.rollout.num_steps
+    states, num_steps = states.to(run.engine.device), run.config.rollout.num_steps
     example = run.encoded.examples([int(position)])[0]
     condition = run.encoded.conditions([int(position)], run.engine.device)
     schedule = run.model.schedule(num_steps, condition.size)
