@@ -42,6 +42,7 @@ from loop_overhead import machine, timed
 from retouch.config import RunConfig, parse_run
 from retouch.observe import Stopwatch
 from retouch.observe.run_dir import read_metrics
+from retouch.observe.statistics import student
 from retouch.tiny.signs import (
     draw_words,
     write_signs,
@@ -68,9 +69,6 @@ GROUP = 8
 MEASURES = ("reward", "gold")
 
 QUALITIES = tuple((sampler, measure) for sampler in ("one_sampler", "as_trained") for measure in MEASURES)
-
-STUDENT = {2: 4.303, 5: 2.571}
-"""Degrees of freedom -> quantile of Student's t at 97.5 %."""
 
 COLUMNS = (
     "base",
@@ -130,7 +128,7 @@ def tell(rows: Sequence[Row]) -> None:
     """The table, and what another seed may show."""
     print(table(rows))
     guided = [row for row in rows if row["base"] == "colours"]
-    if len(guided) - 1 in STUDENT:
+    if len(guided) > 1:
         for measure in MEASURES:
             mean, low, high = over_seeds(guided, "reference", f"{measure}_as_trained")
             print(
@@ -244,17 +242,17 @@ def compared(
 
 
 def difference(rows: Sequence[Row], other: str, measure: str) -> tuple[float, float, float]:
-    """Mean of fast minus the other over the pairs of all seeds, and its 95 % interval, mean ± 1.96 s / sqrt(n)."""
+    """Mean of fast minus the other over the pairs of all seeds, and its 95 % interval, mean ± t s / sqrt(n)."""
     n, total, squares = (sum(column) for column in zip(*(r["fast_against"][other][measure] for r in rows), strict=True))
     mean = total / n
-    half = 1.96 * math.sqrt((squares - n * mean**2) / (n - 1) / n)
+    half = student(n - 1) * math.sqrt((squares - n * mean**2) / (n - 1) / n)
     return mean, mean - half, mean + half
 
 
 def over_seeds(rows: Sequence[Row], other: str, measure: str) -> tuple[float, float, float]:
     """Mean over the seeds of fast minus the other, and its 95 % interval by Student's t: what another seed may show."""
     means = [total / n for n, total, _ in (row["fast_against"][other][measure] for row in rows)]
-    half = STUDENT[len(means) - 1] * stdev(means) / math.sqrt(len(means))
+    half = student(len(means) - 1) * stdev(means) / math.sqrt(len(means))
     return fmean(means), fmean(means) - half, fmean(means) + half
 
 

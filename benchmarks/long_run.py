@@ -32,11 +32,9 @@ import yaml
 from kill import SIZE, descendants, model_of, write_data
 
 from retouch.observe.run_dir import environment, read_metrics
+from retouch.observe.statistics import student
 
 BLOCKS = 20
-T_18 = 2.101
-"""97.5 % quantile of Student's t with BLOCKS - 2 degrees of freedom."""
-
 ITEMS_PER_SAMPLE = 500
 REQUEST_ITEMS = 8
 
@@ -178,7 +176,7 @@ def slope(at: Sequence[float], values: Sequence[float]) -> dict[str, Any]:
     line = float(around @ (my - my.mean()) / (around @ around))
     residual = my - my.mean() - line * around
     error = float(np.sqrt(residual @ residual / max(1, blocks - 2) / (around @ around)))
-    low, high = (1000 * (line + sign * T_18 * error) for sign in (-1, 1))
+    low, high = (1000 * (line + sign * student(BLOCKS - 2) * error) for sign in (-1, 1))
     return {
         "mean": round(float(y.mean()), 4),
         "per_1000": float(f"{1000 * line:.4g}"),

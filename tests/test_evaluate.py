@@ -14,7 +14,7 @@ import retouch.training.evaluation as evaluation
 from retouch.config import RunConfig
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.observe import Stopwatch
-from retouch.observe.statistics import paired_difference
+from retouch.observe.statistics import paired_difference, student
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.table import RewardTable
@@ -168,8 +168,8 @@ def test_the_grid_has_a_row_for_each_example_and_a_column_for_each_evaluation(
 @pytest.mark.parametrize(
     ("after", "before", "expected"),
     [
-        ([1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 0.0], (2.5, 1.2348, 3.7652)),  # s = 1.290994, half = 1.96 s / 2
-        ([0.6, 0.5], [0.5, 0.2], (0.2, 0.004, 0.396)),
+        ([1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 0.0], (2.5, 0.4457, 4.5543)),  # s = 1.290994, half = 3.182446 s / 2
+        ([0.6, 0.5], [0.5, 0.2], (0.2, -1.0706, 1.4706)),  # s / sqrt(2) = .1, half = 12.706205 x .1
         ([0.7, 0.8], [0.5, 0.6], (0.2, 0.2, 0.2)),  # the same gain everywhere is certain, whatever the level
         ([0.7], [0.5], (0.2, -np.inf, np.inf)),
     ],
@@ -178,6 +178,32 @@ def test_the_interval_of_a_paired_difference(
     after: list[float], before: list[float], expected: tuple[float, float, float]
 ) -> None:
     assert paired_difference(after, before) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"),
+    [
+        (1, 12.706204736), (2, 4.302652730), (3, 3.182446305), (4, 2.776445105), (5, 2.570581836), (9, 2.262157163),
+        (10, 2.228138852), (30, 2.042272456), (100, 1.983971519), (1000, 1.962339081),
+    ],
+)  # fmt: skip
+def test_the_quantile_is_that_of_the_published_tables(degrees: int, quantile: float) -> None:
+    assert student(degrees) == pytest.approx(quantile, abs=1e-8)
+
+
+def test_the_quantile_is_scipys() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    for degrees in (*range(1, 60), 191, 511, 4_095, 20_000):
+        assert student(degrees) == pytest.approx(float(stats.t.ppf(0.975, degrees)), abs=1e-9)
+
+
+@pytest.mark.parametrize("pairs", [3, 5, 10, 30])
+def test_the_interval_holds_the_true_difference_95_times_of_100(pairs: int) -> None:
+    """Of normal differences, for any number of pairs; the normal quantile would hold .81, .88, .92 and .94."""
+    trials = np.random.default_rng(pairs).normal(0.3, 1.0, (4000, pairs))
+    intervals = [paired_difference(list(trial), [0.0] * pairs) for trial in trials]
+    held = np.mean([low <= 0.3 <= high for _, low, high in intervals])
+    assert held == pytest.approx(0.95, abs=0.012)  # 3.5 standard errors of 4000 trials
 
 
 def test_what_is_not_paired_has_no_difference() -> None:

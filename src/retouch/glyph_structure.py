@@ -128,7 +128,7 @@ def index_of(letter: str) -> int | None:
 @lru_cache(maxsize=4)
 def packaged(device: str = "cpu", dtype: torch.dtype = torch.float32, variant: Variant = "standard") -> GlyphNetwork:
     """A network of the package, frozen."""
-    return load_frozen(GlyphNetwork(), FOLDERS[variant] / WEIGHTS).to(device, dtype)
+    return load_frozen(GlyphNetwork, FOLDERS[variant] / WEIGHTS).to(device, dtype)
 
 
 def _cut(images: Tensor, image: int, box: Box) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,13 +42,16 @@ def load_saved(path: Path, *, mmap: bool = False) -> object:
         raise DamagedFile(_first_line(error)) from None
 
 
-def load_frozen(network: Network, file: Path) -> Network:
-    """A network with the weights of a safetensors file, in fp32, frozen.
+def load_frozen(kind: Callable[[], Network], file: Path) -> Network:
+    """A network with the weights of a safetensors file, in fp32, frozen. Its initial weights are never made: a scorer
+    may load while a run samples, and must not draw from the global generator.
 
     Raises:
         RuntimeError: keys or shapes of another network.
     """
-    network.load_state_dict({name: tensor.float() for name, tensor in load_file(file).items()})
+    with torch.device("meta"):
+        network = kind()
+    network.load_state_dict({name: tensor.float() for name, tensor in load_file(file).items()}, assign=True)
     return network.eval().requires_grad_(False)
 
 

@@ -132,4 +132,4 @@ def read_greedily(log_probabilities: Tensor) -> tuple[str, float]:
 @lru_cache(maxsize=4)
 def packaged(device: str = "cpu", dtype: torch.dtype = torch.float32) -> RecognizerNetwork:
     """The network of the package, frozen."""
-    return load_frozen(RecognizerNetwork(), FOLDER / WEIGHTS).to(device, dtype)
+    return load_frozen(RecognizerNetwork, FOLDER / WEIGHTS).to(device, dtype)

@@ -83,8 +83,8 @@ def test_a_padded_row_weighs_nothing(config: Config, scripted: Use, monkeypatch:
     scripted(brightness)
     plain, _ = train(config(name="plain", training__max_steps=1, **SIX))
 
-    def padded(chosen: list[int], group_size: int, rank: int, world_size: int) -> list[Slot]:
-        slots = rank_slots(chosen, group_size, rank, world_size)
+    def padded(*share: Any) -> list[Slot]:
+        slots = rank_slots(*share)
         return [*slots, replace(slots[-1], padding=True)]
 
     monkeypatch.setattr(rollouts, "rank_slots", padded)

@@ -19,6 +19,7 @@ from retouch.config import RunConfig
 from retouch.engine import Engine
 from retouch.errors import ConfigError
 from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers import ocr
 from retouch.rewards.table import PendingScores, RewardTable
 from retouch.training import experience
 from retouch.training.experience import Experience
@@ -167,6 +168,26 @@ def test_groups_that_are_in_are_trained_on_first(
     assert [record["rows"] for record in of_kind(records, "train")] == [4.0, 4.0]
     (rollout,) = of_kind(records, "rollout")
     assert (rollout["step"], rollout["images"], rollout["failed"]) == (1, 8.0, 0.0)
+
+
+def test_a_step_waits_for_no_reward_of_weight_0(config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logged scorer that answers only after both steps of the epoch."""
+    scripted(brightness)
+    trained, waited = threading.Event(), list[bool]()
+
+    def score(self: Any, items: list[RewardItem]) -> list[Outcome]:
+        waited.append(trained.wait(20))
+        return [Score(0.5) for _ in items]
+
+    monkeypatch.setattr(ocr.OcrScorer, "load", lambda self, device: None)
+    monkeypatch.setattr(ocr.OcrScorer, "score", score)
+    real = Session.finish
+    monkeypatch.setattr(Session, "finish", lambda self: (trained.set(), real(self)))
+    rewards = {"preservation": {}, "ocr": {"weight": 0.0}}
+    run = late_run(config, "grpo", rewards=rewards, reward_client__logged_wait_s=0.05)
+    _, records = train(run)
+    assert waited and all(waited)
+    assert [record["rows"] for record in of_kind(records, "train")] == [4.0, 4.0]
 
 
 def test_more_steps_than_groups_with_a_signal(config: Config, scripted: Use, delayed: Delays) -> None:

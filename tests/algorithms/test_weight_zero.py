@@ -104,3 +104,11 @@ def test_a_reward_of_weight_0_does_not_change_advantages() -> None:
     for scale in ("group", "none"):
         options: Any = ("normalize_then_sum", "group", scale, 5.0)
         assert torch.equal(both.advantages(*options), alone.advantages(*options))
+
+
+def test_padding_is_unusable_though_no_reward_has_a_weight() -> None:
+    """A run that trains by the gradient of a reward alone."""
+    values, rest = torch.zeros(3, 1, dtype=torch.float64), (torch.zeros(3).long(), torch.arange(3))
+    weights, padding = torch.zeros(1, dtype=torch.float64), torch.tensor([False, False, True])
+    rows = RewardRows(["gradient"], values, torch.zeros(3, 1).bool(), weights, *rest, padding)
+    assert rows.usable.tolist() == [True, True, False]

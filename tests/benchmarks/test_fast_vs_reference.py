@@ -123,7 +123,7 @@ def test_sums_say_what_pairs_say() -> None:
     mean, low, high = benchmark.difference(rows, "reference", "reward")
     pairs = np.array([0.1, -0.2, 0.3, 0.2])
     assert mean == pytest.approx(pairs.mean())
-    half = 1.96 * pairs.std(ddof=1) / 2
+    half = 3.182446305 * pairs.std(ddof=1) / 2  # Student's t, 3 degrees of freedom
     assert [mean - low, high - mean] == pytest.approx([half, half])
 
 

@@ -46,6 +46,21 @@ def test_every_example_gets_exactly_k_rollouts(world_size: int, groups: int, gro
     )
 
 
+@pytest.mark.parametrize(("world_size", "groups", "group_size"), product(range(1, 6), (1, 2, 3, 7), (1, 2, 5, 8)))
+def test_whole_groups_lie_on_one_rank(world_size: int, groups: int, group_size: int) -> None:
+    """In the global order, as many slots on each rank; ranks that need none have padding alone, of whole groups."""
+    examples = [10 + 3 * n for n in range(groups)]
+    ranks = [rank_slots(examples, group_size, rank, world_size, whole_groups=True) for rank in range(world_size)]
+    assert {len(slots) for slots in ranks} == {-(-groups // world_size) * group_size}
+    real = [slot for slots in ranks for slot in slots if not slot.padding]
+    assert real == [Slot(example, index) for example in examples for index in range(group_size)]
+    for slots in ranks:
+        counts = Counter(slot.example for slot in slots if not slot.padding)
+        assert set(counts.values()) <= {group_size}
+        assert sum(slot.padding for slot in slots) % group_size == 0
+        assert [slot.padding for slot in slots] == sorted(slot.padding for slot in slots)
+
+
 def test_slots_by_hand() -> None:
     pad = Slot(9, 2, padding=True)
     assert rank_slots([4, 9], 3, 0, 4) == [Slot(4, 0), Slot(4, 1)]

@@ -39,14 +39,14 @@ def write_run(folder: Path) -> None:
 
 def test_the_result_is_means_and_the_paired_gain_of_rl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: gains of .5 and .25 over the warmed-up weights, not over the base or the evaluation in between;
-    1.96 x .125 on either side, .125 being the standard error of two differences that are .25 apart."""
+    12.706205 x .125 on either side, .125 being the standard error of two differences that are .25 apart."""
     write_run(tmp_path)
     print_result(tmp_path)
     assert capsys.readouterr().out.splitlines()[1:] == [
         "2 held-out images of words that nothing was trained on, plain ODE, fixed seeds:",
-        "held-out NED base 0.125 warmed up 0.500 after RL 0.875 · gain of RL +0.375 [+0.130, +0.620]",
-        "held-out exact words base 0.000 warmed up 0.000 after RL 0.500 · gain of RL +0.500 [-0.480, +1.480]",
-        "held-out glyph correlation base 0.062 warmed up 0.250 after RL 0.438 · gain of RL +0.188 [+0.065, +0.310]",
+        "held-out NED base 0.125 warmed up 0.500 after RL 0.875 · gain of RL +0.375 [-1.213, +1.963]",
+        "held-out exact words base 0.000 warmed up 0.000 after RL 0.500 · gain of RL +0.500 [-5.853, +6.853]",
+        "held-out glyph correlation base 0.062 warmed up 0.250 after RL 0.438 · gain of RL +0.188 [-0.607, +0.982]",
     ]
 
 

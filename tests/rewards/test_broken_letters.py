@@ -145,7 +145,7 @@ def test_the_recipe_writes_the_same_network_again(recipe: type[Training], tmp_pa
     assert (tmp_path / "a" / CARD).read_text() == (tmp_path / "b" / CARD).read_text()
     built, ours = (load_file(folder / WEIGHTS) for folder in (tmp_path / "a", FOLDERS["standard"]))
     assert {k: v.shape for k, v in built.items()} == {k: v.shape for k, v in ours.items()}
-    load_frozen(GlyphNetwork(), tmp_path / "a" / WEIGHTS)
+    load_frozen(GlyphNetwork, tmp_path / "a" / WEIGHTS)
 
 
 @pytest.mark.parametrize(("variant", "area"), [("standard", 0.93), ("robust", 0.90)])

@@ -15,8 +15,10 @@ from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import RewardItem, Scorer
 from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.jpeg_size import JpegSizeReward
 from retouch.rewards.scorers.ocr import OcrScorer
 from retouch.rewards.scorers.preservation import PreservationReward
+from retouch.rewards.scorers.seam import SeamReward
 from retouch.rewards.table import RewardTable
 from retouch.tiny.signs import draw_sign
 from retouch.types import Failure, Outcome
@@ -148,6 +150,20 @@ def test_close_ends_the_thread_and_cancels_what_has_not_begun() -> None:
     closing.join(5)
     assert running.done() and (waiting.cancelled() or waiting.done())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rewards")]
+
+
+def test_a_probe_waits_for_no_reward_of_weight_0() -> None:
+    """Of a scorer that is only logged and does not answer there are no values; the others have theirs."""
+    client = RewardClientConfig(logged_wait_s=0.05)
+    table = RewardTable({"seam": SeamReward(weight=0.0), "jpeg_size": JpegSizeReward()}, client)
+    gate = Gated(gate_score=True)
+    for name, scorer in (("seam", gate), ("jpeg_size", Brightness())):
+        table._backends[table._places[name]] = LocalRewards({name: scorer})
+    found = table.probe()
+    assert found["seam"] == {} and len(found["jpeg_size"]["this process"]) == 2
+    assert list(table.golden) == ["jpeg_size"]
+    gate.open()
+    table.close()
 
 
 def test_an_empty_batch() -> None:

@@ -245,14 +245,13 @@ def test_the_rate_of_the_run_is_that_of_all_processes_together() -> None:
     refuse_failures([tally(10, 1, (89, 20)), tally(10, 0, (90, 0))], limits(max_run_failure_rate=0.1))  # 199 say little
 
 
-def test_padding_is_no_image_and_a_reward_of_weight_0_no_loss() -> None:
+def test_a_reward_of_weight_0_is_no_loss() -> None:
     no = Failure("bad_item", "no")
     first = Scores({"r": [Score(1.0), no], "logged": [no, no]}, {"r": 1.0, "logged": 0.0})
     second = Scores({"r": [no, no], "logged": [Score(1.0), no]}, {"r": 1.0, "logged": 0.0})
     made = RewardTable({}, limits())
     made.count(30, 3)
     assert tally_of(made, [first, second]) == Tally(4, 3, [no] * 3, (30, 3))
-    assert tally_of(made, [first, second], [False, False, False, True]) == Tally(3, 2, [no] * 2, (30, 3))
     assert tally_of(made, []) == Tally(0, 0, [], (30, 3))
 
 

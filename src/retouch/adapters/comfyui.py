@@ -42,7 +42,7 @@ def comfyui_tensors(state: Mapping[str, Tensor], rank: int, prefix: str) -> dict
             module = "lora_" + module.replace(".", "_")
             factor = {"lora_A": "lora_down", "lora_B": "lora_up"}[factor]
         found[f"{module}.{factor}.weight"] = tensor
-        found[f"{module}.alpha"] = torch.tensor(float(rank))
+        found[f"{module}.alpha"] = torch.tensor(float(rank), dtype=torch.float32)
     return found
 
 

@@ -36,7 +36,7 @@ class QueryFormer(nn.Module):
 
     def __init__(self, width: int, tokens: int, token_width: int) -> None:
         super().__init__()
-        self.query_embeds = nn.Parameter(torch.randn(tokens, token_width))
+        self.query_embeds = nn.Parameter(torch.randn(tokens, token_width, dtype=torch.float32))
         self.id_proj = nn.Sequential(
             nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, SOURCES * token_width)
         )

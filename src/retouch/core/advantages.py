@@ -79,7 +79,8 @@ def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "grou
     if baseline == "batch":
         return valid.clone()
     ids = _dense(group_ids)
-    count = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, device=ids.device).index_add_(0, ids, valid.float())
+    count = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=torch.int64, device=ids.device)
+    count = count.index_add_(0, ids, valid.long())
     return valid & (count[ids] >= 2)
 
 
@@ -152,7 +153,7 @@ def _dense(group_ids: Tensor) -> Tensor:
     """Ids renumbered 0 .. groups - 1, in their order."""
     known, inverse = torch.unique(group_ids, return_inverse=True)  # pyright: ignore
     del known
-    return torch.as_tensor(inverse)  # pyright: ignore
+    return torch.as_tensor(inverse, dtype=torch.int64)  # pyright: ignore
 
 
 @dataclass

@@ -67,7 +67,7 @@ class Schedule(Protocol):
 
 def shift_sigma(sigma: Tensor | float, shift: float) -> Tensor:
     """shift sigma / (1 + (shift - 1) sigma): more of the steps at high noise (SD3, arXiv 2403.03206, eq. 23)."""
-    s = torch.as_tensor(sigma)
+    s = sigma if isinstance(sigma, Tensor) else torch.tensor(sigma, dtype=torch.float32)
     return shift * s / (1 + (shift - 1) * s)
 
 
@@ -183,7 +183,7 @@ class AlphaBarSchedule:
         n = alpha_bars.shape[0]
         if not 1 <= num_steps <= n:
             raise ValueError(f"num_steps is {num_steps}; this model was trained on {n} timesteps")
-        steps = torch.arange(num_steps - 1, -1, -1) * (n // num_steps) + steps_offset
+        steps = torch.arange(num_steps - 1, -1, -1, dtype=torch.int64) * (n // num_steps) + steps_offset
         if int(steps.max()) >= n:
             raise ValueError(f"steps_offset {steps_offset} moves the first timestep past {n - 1}")
         return cls(alpha_bars.double(), torch.cat([steps, steps.new_tensor([-1])]).float(), final_alpha_bar)

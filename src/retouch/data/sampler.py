@@ -3,6 +3,7 @@
 Without state, a resumed run, another number of processes or another batch size has the same epochs, and the same
 supervised steps if a step has as many samples. An epoch takes G different examples, K rollouts each: G · K *slots* in a
 fixed order. Ranks take consecutive slices of them; the last slots are padded, with weight 0, if they do not divide.
+A reward that compares samples of a group needs slices of whole groups.
 """
 
 from __future__ import annotations
@@ -131,8 +132,15 @@ def other_examples(size: int, taken: Collection[int], count: int, seed: int, epo
     return Random(derive_seed(seed, "resample", epoch, again)).sample(free, min(count, len(free)))
 
 
-def rank_slots(examples: list[int], group_size: int, rank: int, world_size: int) -> list[Slot]:
-    """This rank's consecutive slice of the G · K slots, padded to the same number on all ranks."""
+def rank_slots(
+    examples: list[int], group_size: int, rank: int, world_size: int, whole_groups: bool = False
+) -> list[Slot]:
+    """This rank's consecutive slice of the G · K slots, padded to the same number on all ranks.
+
+    Args:
+        whole_groups: no group lies on two ranks.
+    """
+    unit = group_size if whole_groups else 1
     slots = [Slot(example, index) for example in examples for index in range(group_size)]
-    own, padding = own_share(slots, rank, world_size)
-    return own + [replace(slots[-1], padding=True)] * padding
+    own, padding = own_share([slots[i : i + unit] for i in range(0, len(slots), unit)], rank, world_size)
+    return [slot for part in own for slot in part] + [replace(slots[-1], padding=True)] * (padding * unit)

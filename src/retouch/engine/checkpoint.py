@@ -11,15 +11,13 @@ checkpoints/step-000040/
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,6 +34,7 @@ from retouch.engine.saved import (
     verify_files,
 )
 from retouch.errors import CheckpointError, DamagedFile
+from retouch.process_wide import rng_state, set_rng_state
 from retouch.saved_tensors import load_saved
 from retouch.types import Processes
 
@@ -80,7 +79,7 @@ class Checkpoints:
             tensors: of a mid-epoch checkpoint, the rollouts not trained on yet.
         """
         folder = self.root / f"step-{step:06d}"
-        everyones = None if tensors is None else engine.gather_list([dict(tensors)])  # each rank has its own
+        everyones = None if tensors is None else engine.tensors_on_first(tensors)  # each rank has its own
         writing = self.root / f".writing-{folder.name}"
         if engine.is_main:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -130,7 +129,7 @@ class Checkpoints:
             optimizer = cast("dict[str, Any]", load_saved(folder / "optimizer.pt", mmap=mapped))
             rng = cast("dict[str, Any]", load_saved(folder / "rng.pt"))
             rollouts = folder / "rollouts.safetensors"
-            tensors = _rows_of_rank(load_file(rollouts), engine, folder) if rollouts.exists() else None
+            tensors = _rows_of_rank(rollouts, engine) if rollouts.exists() else None
             snapshots = {file.stem: load_file(file) for file in sorted((folder / "snapshots").glob("*.safetensors"))}
         try:
             weights = self._load_weights(folder / "weights")
@@ -177,20 +176,22 @@ def _readable(folder: Path) -> Iterator[None]:
         raise damaged(folder, reason_of(error)) from None
 
 
-def _rows_of_rank(tensors: Mapping[str, Tensor], engine: Engine, folder: Path) -> dict[str, Tensor]:
-    """This rank's rollouts.
+def _rows_of_rank(file: Path, engine: Engine) -> dict[str, Tensor]:
+    """This rank's rollouts; no others are read.
 
     Raises:
         CheckpointError: a mid-epoch checkpoint of another number of processes.
     """
-    ranks = len({key.partition("/")[0] for key in tensors})
-    if ranks != engine.world_size:
-        raise CheckpointError(
-            f"{folder}: a mid-epoch checkpoint of {ranks} process{'es' if ranks > 1 else ''}; this run has "
-            f"{engine.world_size}; resume on {ranks}, or from a checkpoint without rollouts.safetensors"
-        )
-    prefix = f"{engine.rank}/"
-    return {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+    with safe_open(file, "pt") as tensors:
+        names = list(tensors.keys())
+        ranks = len({name.partition("/")[0] for name in names})
+        if ranks != engine.world_size:
+            raise CheckpointError(
+                f"{file.parent}: a mid-epoch checkpoint of {ranks} process{'es' if ranks > 1 else ''}; this run has "
+                f"{engine.world_size}; resume on {ranks}, or from a checkpoint without rollouts.safetensors"
+            )
+        prefix = f"{engine.rank}/"
+        return {name.removeprefix(prefix): tensors.get_tensor(name) for name in names if name.startswith(prefix)}
 
 
 def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -217,27 +218,3 @@ def tensors_of(value: object, name: str = "") -> dict[str, Tensor]:
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     )
     return {key: tensor for k, inside in items for key, tensor in tensors_of(inside, f"{name}.{k}".lstrip(".")).items()}
-
-
-def rng_state() -> dict[str, Any]:
-    """State of the global random generators. The run's own seeds are derived; libraries may use these."""
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    version, internal, gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all()
-        if torch.cuda.is_available()
-        else [],  # a driver also counts unusable GPUs
-        "numpy": [name, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, cached],  # pyright: ignore
-        "python": [version, list(internal), gauss],
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
@@ -84,6 +85,8 @@ class Engine:
         self.grad_norm = 0.0
         """Gradient norm of the last step, before clipping."""
         self._overflows = 0
+        self._collective_s = collective_s
+        self._between_cpus: dist.ProcessGroup | None = None
         self._parallel: Replicated | Zero
 
     # --- where and who ---
@@ -218,9 +221,31 @@ class Engine:
         """Python objects of every rank, in rank order."""
         return gather_list(values)
 
+    def tensors_on_first(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        """CPU tensors of every rank, in rank order, on the first; [] on the others. Sent one after the other between
+        CPUs: NCCL would take them, pickled, through every GPU, and each rank would keep those of all."""
+        if self.world_size == 1:
+            return [tensors]
+        if self._between_cpus is None:
+            timeout = timedelta(seconds=self._collective_s)
+            self._between_cpus = dist.new_group(backend="gloo", timeout=timeout)
+        shapes = self.gather_list([{name: (t.dtype, t.shape) for name, t in tensors.items()}])
+        if not self.is_main:
+            for tensor in tensors.values():
+                if tensor.numel():
+                    dist.send(tensor.contiguous(), 0, group=self._between_cpus)
+            return []
+        found = [tensors]
+        for rank, of_rank in enumerate(shapes[1:], 1):
+            found.append({name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in of_rank.items()})
+            for tensor in found[-1].values():
+                if tensor.numel():
+                    dist.recv(tensor, rank, group=self._between_cpus)
+        return found
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        return bool(self.sum(torch.tensor(float(flag))) > 0)
+        return bool(self.sum(torch.tensor(float(flag), dtype=torch.float32)) > 0)
 
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()

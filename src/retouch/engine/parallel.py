@@ -62,7 +62,7 @@ class Replicated:
         """Clip, step, zero -> (gradient norm before clipping, whether the loss scaler skipped the step). If the norm is
         NaN or Inf, the weights do not change."""
         total = self.accelerator.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
-        total = total.full_tensor() if isinstance(total, DTensor) else torch.as_tensor(total)
+        total = total.full_tensor() if isinstance(total, DTensor) else torch.as_tensor(total, dtype=torch.float32)
         scaled = self.accelerator.scaler is not None
         skipped = False
         if scaled or torch.isfinite(total):

@@ -307,7 +307,8 @@ class ModelSection(Section):
     offload_vae: bool = False
     """Keep the autoencoder on the CPU and move it to the device only while it encodes or decodes."""
     free_text_encoders: bool = False
-    """Encode every prompt of the run at the start, then drop the text encoders from memory."""
+    """Encode every prompt of the run at the start, before the network is placed, then drop the text encoders. Every
+    process keeps the prompts in host memory; prompts that take more than the encoders are refused."""
     embeddings: Text | None = None
     """Folder that `retouch data precompute` filled: text and references are looked up there, and their encoders are
     not loaded. Null encodes during training."""

@@ -210,7 +210,7 @@ class FamilyModel(ABC):
         """Condition tensors of the prompts of examples, the scale as `guidance` [B] and, where that takes a second
         forward, those of the empty prompt as `negative_...`: `predict` then doubles the batch of the network."""
         tensors = self.text_tensors([example.prompt for example in examples])
-        tensors["guidance"] = torch.full((len(examples),), guidance_scale, device=self.device)
+        tensors["guidance"] = torch.full((len(examples),), guidance_scale, dtype=torch.float32, device=self.device)
         if self.config.forwards_of_guidance(guidance_scale) > 1:
             empty = self.text_tensors([self.spec.empty_prompt])
             tensors |= {f"negative_{name}": t.expand_as(tensors[name]) for name, t in empty.items()}

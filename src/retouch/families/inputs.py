@@ -83,9 +83,12 @@ def reference_inputs(
         return {}
     there = [e.reference for e in examples if e.reference is not None]
     vectors = iter(encoder(there) if there else [])
-    rows = [torch.zeros(encoder.width) if e.reference is None else next(vectors) for e in examples]
+    rows = [torch.zeros(encoder.width, dtype=torch.float32) if e.reference is None else next(vectors) for e in examples]
     keep = [float(e.reference is not None) for e in examples]
-    return {"reference": torch.stack(rows).to(device), "reference_keep": torch.tensor(keep, device=device)}
+    return {
+        "reference": torch.stack(rows).to(device),
+        "reference_keep": torch.tensor(keep, dtype=torch.float32, device=device),
+    }
 
 
 def _source(example: Example, family: str) -> Tensor:

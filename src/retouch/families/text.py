@@ -23,6 +23,9 @@ from retouch.lru import LruCache
 CACHE_SIZE = 2048
 """Prompts kept by default; 4 MiB each at the sizes of FLUX in bf16."""
 
+_LITTLE = 1 << 30
+"""Bytes of prompts that are kept whatever the encoders take."""
+
 Output = Literal["last_hidden_state", "pooler_output", "text_embeds"] | tuple[int, ...]
 """Output of a text encoder: by its name, or the states of these entries of `hidden_states`, concatenated on width."""
 
@@ -137,10 +140,33 @@ class TextEncoders:
 
     def cache_and_release(self, prompts: Sequence[str]) -> None:
         """Encode these prompts now and keep them, then drop the encoders: only cached prompts can be encoded from now
-        on."""
-        self._cache.capacity = max(self._cache.capacity, len(set(prompts)) + len(self._cache))
-        self._rows(prompts)
+        on.
+
+        Raises:
+            ConfigError: the prompts take more memory than the encoders, before most of them are encoded.
+        """
+        if self.stored is not None:  # there are none
+            return
+        different = list(dict.fromkeys(prompts))
+        self._cache.capacity = max(self._cache.capacity, len(different) + len(self._cache))
+        with self.placed():
+            self._require_gain(different)
+            self._rows(different)
         self.encoders.clear()
+
+    def _require_gain(self, prompts: Sequence[str]) -> None:
+        freed = self._weights()
+        taken = sum(t.nbytes for t in self.of(prompts[0]).values()) * len(prompts) if prompts else 0
+        if taken > max(freed, _LITTLE):
+            raise ConfigError(
+                f"model.free_text_encoders: given true, but {len(prompts)} prompts take {taken / 1e9:.1f} GB in each "
+                f"process, and the text encoders {freed / 1e9:.1f} GB; set model.free_text_encoders=false, or run "
+                "`retouch data precompute RUN.yaml --out FOLDER` and set model.embeddings=FOLDER"
+            )
+
+    def _weights(self) -> int:
+        """Bytes of the encoders."""
+        return sum(p.nbytes for encoder in self.encoders.values() for p in encoder.model.parameters())
 
     def _rows(self, prompts: Sequence[Hashable]) -> list[dict[str, Tensor]]:
         return self._cache.get_all(prompts, lambda missing: self._encode([prompts[i] for i in missing]))

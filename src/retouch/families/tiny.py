@@ -38,7 +38,7 @@ SHIFT = 4.0
 """Flow shift of the tiny flow models. A word is decided at high noise; with the shift that FLUX's formula gives for 32
 tokens (1.6) learning takes several times longer."""
 
-_MU = float(torch.tensor(SHIFT).log())
+_MU = float(torch.tensor(SHIFT, dtype=torch.float32).log())
 SHIFTED: dict[str, Any] = {"use_dynamic_shifting": True, "base_shift": _MU, "max_shift": _MU}
 """Options of a flow scheduler with `SHIFT` at every number of tokens."""
 

@@ -157,7 +157,8 @@ class QwenAutoencoder(Autoencoder):
     def __init__(self, vae: Any, *args: Any, **options: Any) -> None:
         frame_by_frame(vae)
         self._mean, self._std = (
-            torch.tensor(list(values)).view(1, -1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
+            torch.tensor(list(values), dtype=torch.float32).view(1, -1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
         )
         super().__init__(vae, *args, **options)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[float, float, float]:
-    """Mean difference of paired measures and its 95 % interval: mean ± 1.96 s / sqrt(n), s the standard deviation
-    (n - 1) of the differences. A single pair has an infinite interval.
+    """Mean difference of paired measures and its 95 % interval: mean ± t s / sqrt(n), s the standard deviation (n - 1)
+    of the differences and t Student's quantile. A single pair has an infinite interval.
 
     Raises:
         ValueError: no values, or different numbers of them.
@@ -18,9 +20,34 @@ def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[
     if len(after) != len(before) or not len(after):
         raise ValueError(f"{len(after)} and {len(before)} values are no pairs")
     difference = np.asarray(after, np.float64) - np.asarray(before, np.float64)
-    mean = float(difference.mean())
-    half = 1.96 * float(difference.std(ddof=1)) / len(difference) ** 0.5 if len(difference) > 1 else float("inf")
+    mean, n = float(difference.mean()), len(difference)
+    half = student(n - 1) * float(difference.std(ddof=1)) / n**0.5 if n > 1 else float("inf")
     return mean, mean - half, mean + half
+
+
+@lru_cache
+def student(degrees: int) -> float:
+    """97.5 % quantile of Student's t, by bisection: 95 % lie within plus and minus it.
+
+    Args:
+        degrees: of freedom, at least 1.
+    """
+    low, high = 1.95, 12.71  # below the quantile of infinitely many degrees, and above that of one
+    while high - low > 1e-12:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_within(middle, degrees) < 0.95 else (low, middle)
+    return high
+
+
+def _student_within(t: float, degrees: int) -> float:
+    """Probability that Student's t lies within ± t: a finite sum for a whole number of degrees of freedom (Abramowitz
+    and Stegun, 26.7.3 and 26.7.4)."""
+    angle, odd = math.atan2(t, math.sqrt(degrees)), degrees % 2
+    cosine, i = math.cos(angle), np.arange(1, degrees // 2)
+    ratios = (2 * i - 1 + odd) / (2 * i + odd) * cosine**2
+    total = (cosine if odd else 1.0) * (1.0 + float(ratios.cumprod().sum())) if degrees > 1 else 0.0
+    within = math.sin(angle) * total
+    return 2 / math.pi * (angle + within) if odd else within
 
 
 def bootstrap_intervals(

@@ -335,6 +335,11 @@ class PackageScorer(Generic[Options]):
         revision = revision.removesuffix(options) + options  # a scorer may extend its own revision
         self.spec = ScorerSpec(o.spec_name, o.value_range, o.required_images(), revision, o.licence)
 
+    @property
+    def compares_group(self) -> bool:
+        """Whether a value depends on the other samples of its group, so that each call must have whole groups."""
+        return self.options.compares_group()
+
     def load(self, device: str) -> None:
         """Nothing to load."""
 

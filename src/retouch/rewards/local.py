@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from retouch.errors import ConfigError, RewardOutage, shown
+from retouch.process_wide import loading
 from retouch.rewards.base import problem_of
 from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer, ScorerSpec
 from retouch.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 60.0
+"""Seconds between two lines of the log about scorers that are still loading."""
 
 
 class LocalRewards:
@@ -41,7 +48,8 @@ class LocalRewards:
 
     def settle(self) -> None:
         """Wait until loading has succeeded or failed."""
-        wait([self._loading])
+        while wait([self._loading], _PATIENCE_S).not_done:
+            logger.info("%s: still loading", ", ".join(self.scorers))
 
     def close(self) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
@@ -54,7 +62,8 @@ class LocalRewards:
                     "scorer, a subclass of PackageScorer"
                 )
             try:
-                scorer.load(self.device)
+                with loading():
+                    scorer.load(self.device)
             except (ConfigError, RewardOutage) as error:
                 raise type(error)(problem_of(name, scorer, error)) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -218,11 +219,11 @@ class CheckedScorer:
 
     Items with missing fields fail alone. A batch that raises is halved until the failing item is alone: one bad image
     of n costs at most 2 log2(n) further calls. A batch that ran out of memory is halved too, and later batches are no
-    larger.
+    larger. A scorer that compares the samples of a group gets whole groups in each call.
 
     Attributes:
         calls: number of calls of the scorer.
-        largest: items per call since memory ran out; None before.
+        largest: items, or groups, per call since memory ran out; None before.
     """
 
     def __init__(self, scorer: Scorer) -> None:
@@ -234,32 +235,39 @@ class CheckedScorer:
         """One outcome per item, in order."""
         outcomes: list[Outcome | None] = [malformed(item) or missing_needs(self.scorer.spec, item) for item in items]
         ready = [i for i, outcome in enumerate(outcomes) if outcome is None]
-        scored = self._in_batches([items[i] for i in ready])
+        scored = self._in_batches(self._inseparable([items[i] for i in ready]))
         for i, outcome in zip(ready, scored, strict=True):
             outcomes[i] = outcome
         return [outcome for outcome in outcomes if outcome is not None]
 
-    def _in_batches(self, items: list[RewardItem]) -> list[Outcome]:
+    def _inseparable(self, items: list[RewardItem]) -> list[list[RewardItem]]:
+        """The items in parts that are never split: single ones, or the samples of a group, which follow each other."""
+        if not getattr(self.scorer, "compares_group", False):
+            return [[item] for item in items]
+        return [list(group) for _, group in itertools.groupby(items, lambda item: item.group)]
+
+    def _in_batches(self, parts: list[list[RewardItem]]) -> list[Outcome]:
         outcomes: list[Outcome] = []
-        while len(outcomes) < len(items):  # `largest` may shrink meanwhile
-            start = len(outcomes)
-            outcomes += self._attempt(items[start : start + (self.largest or len(items))])
+        while parts:
+            taken = self.largest or len(parts)  # may shrink meanwhile
+            outcomes += self._attempt(parts[:taken])
+            parts = parts[taken:]
         return outcomes
 
-    def _attempt(self, items: list[RewardItem]) -> list[Outcome]:
-        name = self.scorer.spec.name
+    def _attempt(self, parts: list[list[RewardItem]]) -> list[Outcome]:
+        name, items = self.scorer.spec.name, [item for part in parts for item in part]
         self.calls += 1
         try:
             answer: object = self.scorer.score(items)
             raw = _listed(answer)
         except Exception as error:  # a scorer is foreign code: any error is a typed failure of its items
-            if len(items) == 1:
-                return [raised(name, error)]
-            half = len(items) // 2
+            if len(parts) == 1:
+                return [raised(name, error)] * len(items)
+            half = len(parts) // 2
             if _out_of_memory(error):
                 self.largest = half
                 _free_memory()
-            return self._attempt(items[:half]) + self._attempt(items[half:])
+            return self._attempt(parts[:half]) + self._attempt(parts[half:])
         if raw is None or len(raw) != len(items):
             given = shown(answer) if raw is None else f"{len(raw)} outcomes"
             message = f"{name} returned {given} for {len(items)} items; score must return one outcome for each item"

@@ -105,10 +105,6 @@ class PendingScores:
     gates: Mapping[str, Gate]
     count: int
 
-    def done(self) -> bool:
-        """Whether all of them are in."""
-        return all(future.done() for future in self.parts.values())
-
     @property
     def counted(self) -> list[Future[dict[str, list[Outcome]]]]:
         """Those that count."""
@@ -180,6 +176,7 @@ class RewardTable:
         self.weights = {n: 0.0 if entry.role == "gold" else entry.weight for n, entry in entries.items()}
         self.trained = [name for name, entry in entries.items() if entry.role == "train"]
         self.evaluated = [name for name, entry in entries.items() if not entry.compares_group()]
+        self.compares_groups = any(entry.compares_group() for entry in entries.values() if entry.role == "train")
         self.gates = {
             name: Gate(entry.gated_by, entry.gate_threshold, entry.gate_floor)
             for name, entry in entries.items()
@@ -211,8 +208,8 @@ class RewardTable:
             self._backends[place] = self._connect(place, members)
 
     def settle(self) -> None:
-        """Wait until the scorers of this process have loaded or failed: transformers and diffusers build a model under
-        process-wide settings, and two must not load at the same time."""
+        """Wait until the scorers of this process have loaded or failed: loading changes what the whole process shares
+        (`process_wide`), and no other model may be built, nor a tensor of a run be made, meanwhile."""
         for backend in self._backends.values():
             if isinstance(backend, LocalRewards):
                 backend.settle()
@@ -221,12 +218,15 @@ class RewardTable:
         """Wait until every reward can be scored, on all of its servers or on one -> problems that remain.
 
         A problem of rewards of weight 0 is a warning; with `every_server` false (during a run) they are not waited for.
+        Those of this process are waited for without a limit, or they would go on loading beside the run.
         """
         deadline = time.monotonic() + timeout_s
         problems: list[str] = []
         for place, backend in self._backends.items():
             if place.kind != "counts" and not every_server:
                 continue
+            if place.kind == "logged" and isinstance(backend, LocalRewards):
+                backend.settle()
             found = backend.wait_ready(max(0.0, deadline - time.monotonic()), every_server)
             if place.kind != "logged":
                 problems += found
@@ -251,12 +251,18 @@ class RewardTable:
 
     def probe(self) -> dict[str, dict[str, list[float | None]]]:
         """Score the golden images now, bypassing the cache -> reward -> where -> values, None for a failure. The first
-        values of a run stay in `golden`."""
+        values of a run stay in `golden`. Rewards of weight 0 that are not in after `logged_wait_s` are left out."""
         items = golden_items()
         found: dict[str, dict[str, list[float | None]]] = {name: {} for name in self.entries}
-        for backend in self._backends.values():
-            scored = backend.probe(items) if isinstance(backend, RewardClient) else {"": backend.submit(items).result()}
-            for where, columns in scored.items():
+        for place, backend in self._backends.items():
+            remote = isinstance(backend, RewardClient)
+            pending: Future[Any] = backend.submit_probe(items) if remote else backend.submit(items)
+            try:
+                scored = pending.result(self.client.logged_wait_s if place.kind == "logged" else None)
+            except TimeoutError:
+                pending.cancel()
+                continue
+            for where, columns in scored.items() if remote else [("", scored)]:
                 for name, column in columns.items():
                     values = [o.value if isinstance(o, Score) else None for o in column]
                     found[name][where or "this process"] = values

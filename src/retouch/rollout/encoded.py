@@ -143,7 +143,8 @@ def drop_references(condition: Condition, share: float, seeds: Sequence[int], un
     Args:
         uncaptioned: rows that lose theirs in any case: guidance steers away from "no text, no reference".
     """
-    draws = torch.tensor([float(torch.rand((), generator=torch.Generator().manual_seed(seed))) for seed in seeds])
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    draws = torch.stack([torch.rand((), generator=g, dtype=torch.float32) for g in generators])
     keep = condition.tensors["reference_keep"]
-    kept = keep * ((draws >= share) & ~torch.tensor(list(uncaptioned))).to(keep)
+    kept = keep * ((draws >= share) & ~torch.tensor(list(uncaptioned), dtype=torch.bool)).to(keep)
     return replace(condition, tensors={**condition.tensors, "reference_keep": kept})

@@ -96,7 +96,7 @@ class StepPlan:
     def _std(self, span: range) -> Tensor:
         """Std of some steps, step sizes included."""
         level = self.schedule.level(self.schedule.times)
-        x = torch.zeros(len(span), 1)
+        x = torch.zeros(len(span), 1, dtype=torch.float32)
         found: Any = self.mean_std(x, x, level[span.start : span.stop], level[span.start + 1 : span.stop + 1])
         where = self.rule.step if self.rule else "the step rule"
         shapes = [_form(part) for part in cast("tuple[object, ...]", found)] if isinstance(found, tuple) else None

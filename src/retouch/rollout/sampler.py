@@ -54,7 +54,7 @@ def sample(
     x = _shared_prefix(model, network, plan, x, condition, prefix, noise_seeds)
     before: Estimate | None = None  # deterministic steps before the window are in the prefix
     for i in range(prefix, plan.num_steps):
-        step = torch.full((batch,), i, device=device)
+        step = torch.full((batch,), i, dtype=torch.int64, device=device)
         recorded = plan.first <= i < plan.first + plan.trained
         if recorded and not states:
             states.append(x)
@@ -98,7 +98,7 @@ def _shared_prefix(
     few, lead = condition.select(rows), x[rows]
     before: Estimate | None = None
     for i in range(steps):
-        step = torch.full((len(rows),), i, device=x.device)
+        step = torch.full((len(rows),), i, dtype=torch.int64, device=x.device)
         lead, before = deterministic(model, network, plan, lead, step, few, before)
     return lead[back]
 
@@ -114,7 +114,7 @@ def noise_for(
 
 def latent_noise(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """One row's standard normal noise, fp32 on the CPU."""
-    return torch.randn(tuple(shape), generator=generator)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
 
 
 def latent_shape(model: DiffusionModel, size: tuple[int, int]) -> tuple[int, int, int]:

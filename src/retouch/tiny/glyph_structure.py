@@ -101,7 +101,7 @@ def build_structure(
     drawn = monotonic()
     network = train(letters, training, seed)
     save_weights(network, out / WEIGHTS)
-    network = load_frozen(GlyphNetwork(), out / WEIGHTS)
+    network = load_frozen(GlyphNetwork, out / WEIGHTS)
     in_words = draw_letters(training.test_letters, names_of(TEST_FONTS), derive_seed(seed, "words"), SHARES)
     name = "glyph_structure_robust" if isinstance(training, Robust) else "glyph_structure"
     card = {

@@ -89,7 +89,7 @@ def build_recognizer(
     drawn = monotonic()
     network = train(pixels, lines, training, seed)
     save_weights(network, out / WEIGHTS)
-    network = load_frozen(RecognizerNetwork(), out / WEIGHTS)
+    network = load_frozen(RecognizerNetwork, out / WEIGHTS)
     signs = sign_crops(training.test_lines, seed)
     redrawn = [(_redrawn(crop, 0.0, torch.Generator()), word) for crop, word in signs]
     lines_of = {font: [line for line in unseen["32 pixels"] if line.font == font] for font in UNSEEN_FONTS}

@@ -134,6 +134,10 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path, str(engine.device))
     embedded = all_embedded(item for given in loaded.values() for item in given.items)
     model = load_model(config.model, engine.device, embedded=embedded)
+    if config.model.free_text_encoders:  # before the network is placed: they are never on the device together
+        assert model.prompts is not None, "`check` refuses this for other families"
+        prompts = [p for d in (data, warmup, held_out) if d is not None for p in d.prompts]
+        model.prompts.cache_and_release([*config.model.fixed_prompts, *prompts])
     trainee = make_trainable(model.network, config.model.train, model.spec, config.seed)
     network = engine.prepare(
         model.network,
@@ -143,10 +147,6 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
     policy = Policy(model.network, exchange=engine.own_memory)
     clock = stopwatch(engine.device.type)
     frozen, recomputes = config.model.train.kind != "full", config.training.gradient_checkpointing
-    if config.model.free_text_encoders:
-        assert model.prompts is not None, "`check` refuses this for other families"
-        prompts = [p for d in (data, warmup, held_out) if d is not None for p in d.prompts]
-        model.prompts.cache_and_release([*config.model.fixed_prompts, *prompts])
     given = config.rollout.guidance_scale
     guidance_scale = model.spec.guidance_scale if given is None else given
     return Run(

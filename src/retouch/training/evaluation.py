@@ -46,7 +46,15 @@ from retouch.rollout.sampler import (
     sample,
     to_uint8,
 )
-from retouch.training.scoring import PendingBatch, RewardOutage, items_of, raise_together, settle, without_strip
+from retouch.training.scoring import (
+    PendingBatch,
+    RewardOutage,
+    items_of,
+    raise_together,
+    settle,
+    submitted,
+    without_strip,
+)
 from retouch.types import DiffusionModel, Example, Outcome, Score
 
 if TYPE_CHECKING:
@@ -179,7 +187,7 @@ def draw_and_score(
         raw += list(images.numpy())
         items = items_of(batch[:kept], images, [e.id for e in batch[:kept]])
         if rewards.evaluated:
-            pending.append(PendingBatch(items, rewards.submit(items, training=False), broken_rows(decoded)))
+            pending.append(submitted(rewards, items, broken_rows(decoded), training=False))
     with clock.part("reward_wait"):
         scores = settle(rewards, pending, rewards.client, training=False)
     return Scored(raw, {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.evaluated})

@@ -38,6 +38,7 @@ from retouch.training.rollouts import (
     sample_groups,
     settle_together,
 )
+from retouch.training.scoring import arrived
 from retouch.training.session import Session
 from retouch.training.step import step_batches
 from retouch.types import Scores
@@ -74,8 +75,8 @@ class Experience:
     weight: Tensor
     means: Tensor
     reference_means: Tensor
-    gradient: Tensor = field(default_factory=lambda: torch.zeros(0))
-    step_of: Tensor = field(default_factory=lambda: torch.zeros(0))
+    gradient: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32))
+    step_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32))
 
     @property
     def steps(self) -> int:
@@ -91,7 +92,7 @@ class Experience:
         states = self.latents[rows]
         x = states[:, span.start : span.stop].flatten(0, 1)
         x_next = states[:, span.start + 1 : span.stop + 1].flatten(0, 1)
-        step = self.first_step[rows][:, None] + torch.arange(span.start, span.stop)
+        step = self.first_step[rows][:, None] + torch.arange(span.start, span.stop, dtype=torch.int64)
         return x, x_next, step.flatten()
 
 
@@ -127,9 +128,9 @@ def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = N
     rollouts, advantages, weight = advantaged_groups(session, algorithm, policy)
     engine, rows = session.run.engine, with_advantages(recorded(rollouts), advantages, weight, session.run.engine)
     if any(entry.gradient_weight for entry in session.config.rewards.values()):
-        items = [item for batch in rollouts.batches for item in batch.items]
         sampled = sum(not slot.padding for slot in rollouts.slots)
-        rows.gradient = pulls(session, algorithm, items, rows.position, rows.latents[:, -1], rows.weight, sampled)
+        own = (rollouts.items, rows.position, rows.latents[:, -1], rows.weight)
+        rows.gradient = pulls(session, algorithm, *own, sampled)
     return evenly_dealt(engine, rows, weight)
 
 
@@ -137,17 +138,17 @@ def recorded(rollouts: Rollouts) -> Experience:
     """This process's samples, all of weight 0."""
     paths = rollouts.trajectories
     means = [t.means for t in paths if t.means is not None]
-    zeros = torch.zeros(len(rollouts.slots))
+    zeros = torch.zeros(len(rollouts.slots), dtype=torch.float32)
     return Experience(
-        position=torch.tensor([slot.example for slot in rollouts.slots]),
-        seed=torch.tensor(rollouts.seeds),
-        first_step=torch.tensor([t.first_step for t in paths for _ in t.latents]),
-        latents=torch.cat([t.latents for t in paths]).cpu(),
-        log_probs=torch.cat([t.log_probs for t in paths]).cpu(),
+        position=torch.tensor([slot.example for slot in rollouts.slots], dtype=torch.int64),
+        seed=torch.tensor(rollouts.seeds, dtype=torch.int64),
+        first_step=torch.tensor([t.first_step for t in paths for _ in t.latents], dtype=torch.int64),
+        latents=torch.cat([t.latents for t in paths]),
+        log_probs=torch.cat([t.log_probs for t in paths]),
         advantages=zeros,
         weight=zeros,
-        means=torch.cat(means).cpu() if means else torch.zeros(0),
-        reference_means=torch.zeros(0),
+        means=torch.cat(means) if means else torch.zeros(0, dtype=torch.float32),
+        reference_means=torch.zeros(0, dtype=torch.float32),
     )
 
 
@@ -174,8 +175,8 @@ class Arrivals:
         self.waiting = epoch_examples(session)
         self._rollouts = sample_groups(session, algorithm, self.waiting, policy, by_group=True)
         self._recorded = recorded(self._rollouts)
-        sizes = [len(batch.items) for batch in self._rollouts.batches]
-        self._rows = [rows.tolist() for rows in torch.arange(sum(sizes)).split(sizes)]
+        sizes = [len(batch.items) + batch.padding for batch in self._rollouts.batches]
+        self._rows = [rows.tolist() for rows in torch.arange(sum(sizes), dtype=torch.int64).split(sizes)]
         self._examples = [self._rollouts.slots[rows[0]].example for rows in self._rows]  # a batch is of one
         self._scores: dict[int, Scores] = {}  # by batch, once settled
         self._rest: Experience | None = None
@@ -196,7 +197,7 @@ class Arrivals:
             while len(ready := self._ready()) < wanted:
                 time.sleep(POLL_S)
         rows = self._rows_of(ready[:wanted])
-        rows.step_of = torch.full((len(rows.weight),), session.progress.position)
+        rows.step_of = torch.full((len(rows.weight),), session.progress.position, dtype=torch.int64)
         return rows
 
     def rest(self) -> Experience:
@@ -216,8 +217,9 @@ class Arrivals:
         return self._rest
 
     def _ready(self) -> list[int]:
-        """Examples of `waiting` whose rewards are in, on all processes."""
-        mine = {e for e, batch in zip(self._examples, self._rollouts.batches, strict=True) if not batch.scores.done()}
+        """Examples of `waiting` whose rewards that count are in, on all processes."""
+        pending = zip(self._examples, self._rollouts.batches, strict=True)
+        mine = {example for example, batch in pending if not arrived([batch], timeout_s=0.0)}
         late = set(self._session.run.engine.gather_list(sorted(mine)))
         return [example for example in self.waiting if example not in late]
 
@@ -228,7 +230,7 @@ class Arrivals:
         try:
             settled = settle_together(session, [self._rollouts.batches[number] for number in numbers])
             self._scores |= zip(numbers, settled, strict=True)
-            tally = accepted(run, *self._of(sorted(self._scores)))
+            tally = accepted(run, self._of(sorted(self._scores))[1])
         except (RewardOutage, FailureRateExceeded):
             session.drop_epoch()
             raise

@@ -66,7 +66,7 @@ def latent_gradient(
 def pulls(
     session: Session,
     algorithm: RlConfig,
-    items: Sequence[RewardItem],
+    items: Sequence[RewardItem | None],
     position: Tensor,
     x0: Tensor,
     weight: Tensor,
@@ -89,8 +89,9 @@ def pulls(
     result, failures = torch.zeros_like(x0), list[Failure]()
     has_gradient = weight.clone()
     for i in weight.nonzero().flatten().tolist():
-        strip = run.encoded.examples([int(position[i])])[0].strip
-        found = latent_gradient(run, rewards, x0[i][None], items[i], 0 if strip is None else strip.height)
+        strip, item = run.encoded.examples([int(position[i])])[0].strip, items[i]
+        assert item is not None, "padding has weight 0"
+        found = latent_gradient(run, rewards, x0[i][None], item, 0 if strip is None else strip.height)
         if isinstance(found, Failure):
             failures.append(found)
             has_gradient[i] = 0

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 import torch
 from PIL.Image import Image
 from torch import Tensor
-from torch.nn.functional import pad
 
 from retouch.algorithms.base import AdvantageConfig, RlConfig
 from retouch.core.advantages import RewardRows, comparable_rows, group_count
@@ -23,6 +22,7 @@ from retouch.data.sampler import (
     rank_slots,
 )
 from retouch.observe.grids import grid
+from retouch.rewards.protocol import RewardItem
 from retouch.rollout.sampler import broken_rows, objective_region, sample, to_uint8
 from retouch.training.build import Run
 from retouch.training.scoring import (
@@ -37,6 +37,7 @@ from retouch.training.scoring import (
     refuse_failures,
     rewards_of,
     settle,
+    submitted,
     tally_of,
     without_strip,
 )
@@ -49,13 +50,18 @@ LOOK_S = 1.0
 
 @dataclass
 class Rollouts:
-    """This process's samples: slots, their seeds, their trajectories, and what scores them."""
+    """This process's samples: slots, their seeds, their trajectories, and the scoring of those that are no padding."""
 
     slots: list[Slot]
     seeds: list[int]
     trajectories: list[Trajectory]
     batches: list[PendingBatch]
     scores: list[Scores]
+
+    @property
+    def items(self) -> list[RewardItem | None]:
+        """Of each slot; None for padding."""
+        return [item for batch in self.batches for item in (*batch.items, *[None] * batch.padding)]
 
     def __add__(self, other: Rollouts) -> Rollouts:
         return Rollouts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -82,7 +88,7 @@ def rewarded_groups(session: Session, algorithm: RlConfig, policy: str | None) -
     rollouts, more, again = Rollouts([], [], [], [], []), chosen, 0
     while True:
         rollouts += sample_and_score(session, algorithm, more, policy)
-        tally = accepted(run, rollouts.slots, rollouts.scores)
+        tally = accepted(run, rollouts.scores)
         rewards = gathered(run, rollouts.slots, rollouts.scores)
         if again == algorithm.resample_rounds:
             break
@@ -120,26 +126,32 @@ def advantages_of(run: Run, algorithm: AdvantageConfig, rewards: RewardRows) -> 
     return advantages[run.engine.rank], weight.float()
 
 
-def accepted(run: Run, slots: Sequence[Slot], scores: Sequence[Scores]) -> Tally:
+def accepted(run: Run, scores: Sequence[Scores]) -> Tally:
     """The tally of this process's samples of an epoch so far.
 
     Raises:
         FailureRateExceeded: too many of all processes failed; on every process.
     """
-    tally = tally_of(run.rewards, scores, [slot.padding for slot in slots])
+    tally = tally_of(run.rewards, scores)
     refuse_failures(run.engine.gather_list([tally]), run.config.reward_client)
     return tally
 
 
 def gathered(run: Run, slots: Sequence[Slot], scores: Sequence[Scores]) -> RewardRows:
-    """Rewards of some samples of all processes. Those with fewer samples than others add rows of padding."""
+    """Rewards of some samples of all processes. Those with fewer samples than others add rows of padding.
+
+    Args:
+        scores: of the slots that are not padding.
+    """
     own = rewards_of(run.rewards.trained, scores)
     missing = max(run.engine.gather_list([len(slots)])) - len(slots)
-    values, valid = (pad(t, (0, 0, 0, missing)) for t in (own.values, own.valid))
     filled = [*slots, *[Slot(0, 0, padding=True)] * missing]
-    position, index, padding = (
-        torch.tensor(column) for column in zip(*((s.example, s.index, s.padding) for s in filled))
+    real = torch.tensor([row for row, slot in enumerate(filled) if not slot.padding], dtype=torch.int64)
+    values, valid = (t.new_zeros(len(filled), t.shape[1]).index_copy(0, real, t) for t in (own.values, own.valid))
+    position, index = (
+        torch.tensor([getattr(s, name) for s in filled], dtype=torch.int64) for name in ("example", "index")
     )
+    padding = torch.tensor([s.padding for s in filled], dtype=torch.bool)
     return gather_rewards(run.engine, run.rewards, replace(own, values=values, valid=valid), position, index, padding)
 
 
@@ -206,11 +218,9 @@ def sample_groups(
         Stopped: asked to stop between batches.
     """
     run, rollout = session.run, session.run.config.rollout
-    groups = rollout.global_groups_per_batch
-    batches = [
-        rank_slots(list(examples[i : i + groups]), rollout.group_size, run.engine.rank, run.engine.world_size)
-        for i in range(0, len(examples), groups)
-    ]
+    groups, engine = rollout.global_groups_per_batch, run.engine
+    share = rollout.group_size, engine.rank, engine.world_size, run.rewards.compares_groups
+    batches = [rank_slots(list(examples[i : i + groups]), *share) for i in range(0, len(examples), groups)]
     # all encoding before any scoring, which may run on the same CPU
     run.encoded.conditions(sorted({slot.example for batch in batches for slot in batch}), run.engine.device)
     result = Rollouts([], [], [], [], [])
@@ -244,11 +254,9 @@ def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], numbe
     items = items_of(examples, images, [e.id for e in examples])
     batches: list[PendingBatch] = []
     for rows in group_ranges(slots) if by_group else [range(len(slots))]:
-        mine = items[rows.start : rows.stop]
-        batches.append(
-            PendingBatch(mine, run.rewards.submit(mine), [row - rows.start for row in broken if row in rows])
-        )
-    return Rollouts(list(slots), seeds, [zeroed(trajectory, broken)], batches, [])
+        lost, padding = [row - rows.start for row in broken if row in rows], sum(slots[row].padding for row in rows)
+        batches.append(submitted(run.rewards, items[rows.start : rows.stop], lost, padding))
+    return Rollouts(list(slots), seeds, [kept(trajectory, broken)], batches, [])
 
 
 def group_ranges(slots: Sequence[Slot]) -> list[range]:
@@ -257,13 +265,14 @@ def group_ranges(slots: Sequence[Slot]) -> list[range]:
     return [range(a, b) for a, b in zip(starts, [*starts[1:], len(slots)], strict=True)]
 
 
-def zeroed(trajectory: Trajectory, rows: Sequence[int]) -> Trajectory:
-    """Zeros in place of NaN and Inf: such rows have weight 0, but NaN times 0 is NaN in a backward."""
-    if not rows:
-        return trajectory
-    tensors = {name: t.clone() for name, t in vars(trajectory).items() if isinstance(t, Tensor) and name != "times"}
-    for tensor in tensors.values():
-        tensor[list(rows)] = 0.0
+def kept(trajectory: Trajectory, broken: Sequence[int]) -> Trajectory:
+    """A trajectory until its epoch is trained on: on the CPU, where everything reads it, and zeros in place of rows
+    with NaN and Inf: they have weight 0, but NaN times 0 is NaN in a backward."""
+    tensors = {name: t.cpu() for name, t in vars(trajectory).items() if isinstance(t, Tensor) and name != "times"}
+    if broken:
+        tensors = {name: t.clone() for name, t in tensors.items()}
+        for tensor in tensors.values():
+            tensor[list(broken)] = 0.0
     return replace(trajectory, **tensors)
 
 

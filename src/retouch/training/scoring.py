@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from retouch.core.advantages import RewardRows
-from retouch.errors import FailureRateExceeded, RewardOutage
+from retouch.errors import ConfigError, FailureRateExceeded, RewardOutage
 from retouch.rewards.addresses import TOKEN_VARIABLE, start_servers
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.table import PendingScores, RewardTable
@@ -50,13 +50,42 @@ class PendingBatch:
     """A batch whose rewards are being computed; the items stay, to be submitted again after an outage.
 
     Attributes:
-        broken: rows with NaN or Inf. Whatever scorers return for the image that stands in for them, all of their
-            rewards have failed.
+        scores: of the items that are not broken.
+        broken: indices of items with NaN or Inf, all of whose rewards have failed. No scorer receives the image that
+            stands in for them: one that compares a group would count it as an opponent.
+        padding: number of samples after the items, which only keep processes in step and are not scored.
     """
 
     items: Sequence[RewardItem]
     scores: PendingScores
     broken: Sequence[int] = ()
+    padding: int = 0
+
+    @property
+    def sound(self) -> list[RewardItem]:
+        """The items that scorers receive."""
+        return [item for i, item in enumerate(self.items) if i not in self.broken]
+
+
+def submitted(
+    table: RewardTable,
+    items: Sequence[RewardItem],
+    broken: Sequence[int],
+    padding: int = 0,
+    *,
+    training: bool = True,
+) -> PendingBatch:
+    """Start scoring samples.
+
+    Args:
+        items: of all samples, those that are padding last.
+        broken: indices of items with NaN or Inf.
+        training: see `RewardTable.submit`.
+    """
+    real = items[: len(items) - padding]
+    sound = [item for i, item in enumerate(real) if i not in broken]
+    lost = [i for i in broken if i < len(real)]
+    return PendingBatch(real, table.submit(sound, training=training), lost, padding)
 
 
 def without_strip(images: Tensor, examples: Sequence[Example]) -> Tensor:
@@ -89,9 +118,15 @@ def wait_for_rewards(table: RewardTable, client: RewardClientConfig) -> None:
 
     Raises:
         RewardOutage: it cannot; with the command that starts the servers that are not part of the run.
+        ConfigError: torch's default dtype is not fp32 any more, in which libraries make tensors.
     """
     problems = table.wait_ready(max(client.outage_wait_s, STARTING_S))
     if not problems:
+        if (dtype := torch.get_default_dtype()) != torch.float32:
+            raise ConfigError(
+                f"rewards: given {dtype} as torch's default dtype once all were ready; expected torch.float32, which "
+                "libraries rely on; remove torch.set_default_dtype from the plugins and scorers of the run"
+            )
         return
     started_elsewhere = [n for n, entry in table.entries.items() if entry.url not in (None, "auto") and entry.weight]
     running = all(TOKEN_VARIABLE in problem for problem in problems)
@@ -158,7 +193,7 @@ def _settle_one(
     training: bool,
     stop_heard: Callable[[], bool],
 ) -> Scores:
-    scores = batch.scores.result(until)
+    scores, items = batch.scores.result(until), batch.sound
     columns = {name: list(column) for name, column in scores.outcomes.items()}
     started = time.monotonic()
     deadline = started + config.outage_wait_s
@@ -171,8 +206,8 @@ def _settle_one(
             )
         logger.warning("rewards are unavailable, waiting up to %.0f s more: %s", left, summary(list(away.values())))
         if not table.wait_ready(min(left, 10.0), every_server=False):
-            rows = _with_groups(table, batch.items, away)
-            pending = table.submit([batch.items[row] for row in rows], training=training)
+            rows = _with_groups(table, items, away)
+            pending = table.submit([items[row] for row in rows], training=training)
             pending.wait()
             again = pending.result(_logged_until(config, training))
             for name, column in columns.items():
@@ -185,8 +220,8 @@ def _settle_one(
                 raise RewardOutage(f"asked to stop while rewards were unavailable: {summary(list(still.values()))}")
             time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
     for column in columns.values():
-        for row in batch.broken:
-            column[row] = NOT_FINITE
+        for row in sorted(batch.broken):
+            column.insert(row, NOT_FINITE)
     return Scores(columns, scores.weights)
 
 
@@ -280,7 +315,7 @@ def _names(scores: Sequence[Scores], *, counted: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class Tally:
-    """Images of an epoch on one process, without those that are padding.
+    """Images of an epoch on one process.
 
     Attributes:
         asked: number of images.
@@ -295,19 +330,13 @@ class Tally:
     before: tuple[int, int]
 
 
-def tally_of(table: RewardTable, scores: Sequence[Scores], padding: Sequence[bool] | None = None) -> Tally:
-    """The tally of all batches of an epoch so far.
-
-    Args:
-        padding: of each image; None: there is none.
-    """
+def tally_of(table: RewardTable, scores: Sequence[Scores]) -> Tally:
+    """The tally of all batches of an epoch so far."""
     found = rewards_of(_names(scores, counted=True), scores)
-    kept = [True] * len(found.valid) if padding is None else [not one for one in padding]
-    lost = (~found.valid).any(1).tolist()
     return Tally(
-        asked=sum(kept),
-        lost=sum(one and real for one, real in zip(lost, kept, strict=True)),
-        failures=[failure for row, _, failure in found.failures if kept[row]],
+        asked=len(found.valid),
+        lost=int((~found.valid).any(1).sum()),
+        failures=[failure for *_, failure in found.failures],
         before=(table.asked, table.failed),
     )
 
@@ -360,7 +389,7 @@ def gather_rewards(
         torch.tensor(column, dtype=torch.float64)
         for column in ([table.weights[name] for name in table.trained], [entry.min_group_std for entry in entries])
     )
-    relative = torch.tensor([entry.transform == "win_rate" for entry in entries])
+    relative = torch.tensor([entry.transform == "win_rate" for entry in entries], dtype=torch.bool)
     return RewardRows(table.trained, values, valid, weights, position, index, padding, noise, relative)
 
 

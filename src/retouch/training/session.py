@@ -246,8 +246,8 @@ class Session:
             lr: peak learning rate of supervised steps; None for a step of RL.
         """
         optimizer, progress = self.config.optimizer, self.progress
-        rows = torch.arange(optimizer.batch_size_per_device * optimizer.gradient_accumulation)
-        total = torch.tensor(float(len(rows) * self.run.engine.world_size))
+        rows = torch.arange(optimizer.batch_size_per_device * optimizer.gradient_accumulation, dtype=torch.int64)
+        total = torch.tensor(float(len(rows) * self.run.engine.world_size), dtype=torch.float32)
         places = range(self.run.engine.rank * len(rows), (self.run.engine.rank + 1) * len(rows))
         while progress.step < until:
             rate = self._rl_learning_rate() if lr is None else learning_rate(optimizer, lr, progress.step, until)

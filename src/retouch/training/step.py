@@ -159,7 +159,7 @@ class Attempt:
         self.problem: str | None = None
         self.losses: list[Tensor] = []
         self._session = session
-        self._rows = torch.arange(0) if rows is None else rows
+        self._rows = torch.arange(0, dtype=torch.int64) if rows is None else rows
         self._forward = ExitStack()
 
     def __enter__(self) -> Attempt:

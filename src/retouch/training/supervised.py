@@ -61,7 +61,9 @@ def supervised_loss(
     x0 = data.images(chosen, "target", device)
     noise, generators = noise_for(x0.shape[1:], [step.seeds[row] for row in rows])
     uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
-    uncaptioned = [float(torch.rand((), generator=g)) < objective.caption_dropout for g in generators]
+    uncaptioned = [
+        float(torch.rand((), generator=g, dtype=torch.float32)) < objective.caption_dropout for g in generators
+    ]
     condition = data.conditions(chosen, device, uncaptioned)
     train = run.config.model.train
     if train.kind == "ip_adapter":

@@ -100,7 +100,7 @@ def noised_pairs(session: Session, algorithm: DpoConfig, pairs: Pairs, rows: Ten
     once for the policy. They are not kept in between: the conditions of a step would fill a GPU."""
     run, device = session.run, session.run.engine.device
     condition = run.encoded_for_denoising.conditions(pairs.position[rows].tolist(), device)
-    both = condition.select(torch.arange(len(rows), device=device).repeat(2))
+    both = condition.select(torch.arange(len(rows), dtype=torch.int64, device=device).repeat(2))
     # win and lose of a pair draw from generators of one seed: one time, one noise
     generators = row_generators(pairs.seed[rows].repeat(2), "dpo", session.progress.position)
     x0 = torch.cat([pairs.win[rows], pairs.lose[rows]])
@@ -129,13 +129,13 @@ def collect_pairs(session: Session, algorithm: DpoConfig) -> Pairs:
     policy = None if algorithm.rollout_policy == "current" else "reference"
     rollouts, rewards = rewarded_groups(session, algorithm, policy)
     best, worst = best_and_worst(rewards, algorithm.combine)
-    final = torch.cat([t.final for t in rollouts.trajectories]).cpu()
+    final = torch.cat([t.final for t in rollouts.trajectories])
     # the members of a pair may lie on two processes, neither of which trains on it
     latents = rows_of_all(engine, final, [*best.tolist(), *worst.tolist()])
     win, lose = latents[: len(best)], latents[len(best) :]
-    seeds = engine.gather(torch.tensor(rollouts.seeds)).cpu()
+    seeds = engine.gather(torch.tensor(rollouts.seeds, dtype=torch.int64)).cpu()
     per_rank = -(-len(best) // engine.world_size)
-    mine = torch.arange(engine.rank * per_rank, (engine.rank + 1) * per_rank)
+    mine = torch.arange(engine.rank * per_rank, (engine.rank + 1) * per_rank, dtype=torch.int64)
     weight = (mine < len(best)).float()
     mine = mine.clamp(max=max(0, len(best) - 1))  # none where there are no pairs
     return Pairs(rewards.position[best[mine]], seeds[best[mine]], win[mine], lose[mine], weight)
@@ -169,4 +169,5 @@ def given_pairs(session: Session, step: Step) -> Pairs:
     run.costs.images += 2 * count
     cpu = torch.device("cpu")
     win, lose = data.images(chosen, "win", cpu), data.images(chosen, "lose", cpu)
-    return Pairs(torch.tensor(chosen), torch.tensor(step.seeds), win, lose, torch.ones(count))
+    position, seeds = (torch.tensor(column, dtype=torch.int64) for column in (chosen, step.seeds))
+    return Pairs(position, seeds, win, lose, torch.ones(count, dtype=torch.float32))

@@ -118,7 +118,7 @@ def replay(run: Run, algorithm: GrpoConfig, experience: Experience, rows: Tensor
     device = run.engine.device
     condition = run.encoded.conditions(experience.position[rows].tolist(), device)
     x, x_next, step = (t.to(device) for t in experience.transitions(rows, span))
-    wide = condition.select(torch.arange(len(rows), device=device).repeat_interleave(len(span)))
+    wide = condition.select(torch.arange(len(rows), dtype=torch.int64, device=device).repeat_interleave(len(span)))
     region = objective_region(algorithm, wide, run.model.spec.downsampling)
     plan = run.plans.plan(run.model.schedule(run.config.rollout.num_steps, wide.size))
     mean, std = transition(run.model, run.network, plan, x, step, wide)
@@ -146,7 +146,7 @@ def reference_means(session: Session, experience: Experience) -> Tensor:
         return means
     device = run.engine.device
     with run.policy.use("reference"), run.clock.part("train_forward"):
-        for rows in torch.arange(len(experience.weight)).split(session.rows_per_forward):
+        for rows in torch.arange(len(experience.weight), dtype=torch.int64).split(session.rows_per_forward):
             condition = run.encoded.conditions(experience.position[rows].tolist(), device)
             plan = run.plans.plan(run.model.schedule(run.config.rollout.num_steps, condition.size))
             for s in range(experience.steps):
@@ -176,7 +176,9 @@ def record_again(session: Session, algorithm: GrpoConfig, experience: Experience
                         means[rows, span.start : span.stop] = now.mean.unflatten(0, (-1, len(span))).cpu()
     off = (log_probs - experience.log_probs).abs()[experience.weight > 0]
     experience.log_probs, experience.means = log_probs, means
-    session.off_policy = float(run.engine.gather(off.max()[None] if off.numel() else torch.zeros(1)).max())
+    session.off_policy = float(
+        run.engine.gather(off.max()[None] if off.numel() else torch.zeros(1, dtype=torch.float32)).max()
+    )
 
 
 def step_spans(steps: int, steps_per_forward: int | None) -> list[range]:

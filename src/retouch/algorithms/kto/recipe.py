@@ -63,7 +63,7 @@ def labels_loss(
     """The loss of one forward of B x W rows -> (loss, metrics, images)."""
     found = errors(session, algorithm, step, rows)
     items = session.run.data.items
-    good = torch.tensor([label_of(items[p]) for p in chosen(step, rows)], device=found.device)
+    good = torch.tensor([label_of(items[p]) for p in chosen(step, rows)], dtype=torch.bool, device=found.device)
     weights = algorithm.good_weight, algorithm.bad_weight
     loss, values = kto_loss(found, reference, good, algorithm.beta, *weights, baseline=baseline, normalizer=step.total)
     return loss, values, len(rows)

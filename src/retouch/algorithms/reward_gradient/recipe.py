@@ -146,14 +146,17 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
     own = slice(engine.rank * n, (engine.rank + 1) * n)
     usable = rewards.usable[own]
     states = torch.cat([path.latents for path in rollouts.trajectories])  # [n, S + 1, C, h, w]
-    items = [item for batch in rollouts.batches for item in batch.items]
-    steps = torch.tensor([steps_of(algorithm, run.config.rollout.num_steps, seed) for seed in rollouts.seeds])
-    gradient = torch.zeros(*steps.shape, *states.shape[2:])
-    coefficient = torch.zeros(steps.shape)
+    items = rollouts.items
+    trained = [steps_of(algorithm, run.config.rollout.num_steps, seed) for seed in rollouts.seeds]
+    steps = torch.tensor(trained, dtype=torch.int64)
+    gradient = torch.zeros(*steps.shape, *states.shape[2:], dtype=torch.float32)
+    coefficient = torch.zeros(steps.shape, dtype=torch.float32)
     failures: list[Failure] = []
     scorers = pixel_rewards(run.rewards, run.rewards.weights)
     for i in usable.nonzero().flatten().tolist():
-        found = sample_gradient(run, algorithm, scorers, states[i], steps[i], items[i], rewards.position[own][i])
+        item = items[i]
+        assert item is not None, "padding is not usable"
+        found = sample_gradient(run, algorithm, scorers, states[i], steps[i], item, rewards.position[own][i])
         if isinstance(found, Failure):
             failures.append(found)
             usable[i] = False
@@ -162,9 +165,9 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
     refuse_lost_gradients(session, int((~rewards.padding[own]).sum()), failures)
     rows = TrainedSteps(
         position=rewards.position[own].repeat_interleave(steps.shape[1]),
-        seed=torch.tensor(rollouts.seeds).repeat_interleave(steps.shape[1]),
+        seed=torch.tensor(rollouts.seeds, dtype=torch.int64).repeat_interleave(steps.shape[1]),
         step=steps.flatten(),
-        latents=states_before(states, steps, run.config.rollout.num_steps).flatten(0, 1).cpu(),
+        latents=states_before(states, steps, run.config.rollout.num_steps).flatten(0, 1),
         gradient=gradient.flatten(0, 1),
         coefficient=coefficient.flatten(),
         weight=usable.float().repeat_interleave(steps.shape[1]),
@@ -190,7 +193,7 @@ def states_before(states: Tensor, steps: Tensor, num_steps: int, *, after: int =
         states: [n, S + 1, C, h, w] around the last S steps.
     """
     place = steps - (num_steps - (states.shape[1] - 1)) + after
-    return states[torch.arange(len(states))[:, None], place]
+    return states[torch.arange(len(states), dtype=torch.int64)[:, None], place]
 
 
 def sample_gradient(
@@ -208,7 +211,7 @@ def sample_gradient(
     Args:
         states: [S + 1, C, h, w] around the last S steps.
     """
-    num_steps = run.config.rollout.num_steps
+    states, num_steps = states.to(run.engine.device), run.config.rollout.num_steps
     example = run.encoded.examples([int(position)])[0]
     condition = run.encoded.conditions([int(position)], run.engine.device)
     schedule = run.model.schedule(num_steps, condition.size)

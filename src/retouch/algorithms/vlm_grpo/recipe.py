@@ -114,7 +114,7 @@ class VlmTrainer(RunTrainer):
 
     def __init__(self, run: VlmRun, arguments: GRPOConfig) -> None:
         self._responses = Responses([], [])
-        self._valid = torch.ones(0)
+        self._valid = torch.ones(0, dtype=torch.float32)
         self._scale = 1.0
         algorithm, config = run.algorithm, run.config
         if not algorithm.uses_adapter:
@@ -221,7 +221,7 @@ class VlmTrainer(RunTrainer):
         batches: Any = self._buffered_inputs
         valid = torch.stack([batch["tool_mask"].any(1) for batch in batches])  # [micro-batches, B]
         counted = valid.any(1) if self.loss_type == "bnpo" else valid
-        own = torch.tensor([counted.sum(), counted.numel()], device=self.accelerator.device)
+        own = torch.tensor([counted.sum(), counted.numel()], dtype=torch.int64, device=self.accelerator.device)
         gathered: Any = self.accelerator.gather(own[None])
         kept, everything = gathered.sum(0).tolist()
         return everything / max(1, kept)

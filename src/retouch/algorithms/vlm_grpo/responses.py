@@ -53,7 +53,7 @@ class Responses:
         counts = list(self.image_counts) or [0] * len(self)
         first, last = sum(counts[:start]), sum(counts[:stop])
         grid = self.fields.get("image_grid_thw")
-        patches: list[int] = [] if grid is None else torch.as_tensor(grid).prod(-1).tolist()
+        patches: list[int] = [] if grid is None else torch.as_tensor(grid, dtype=torch.int64).prod(-1).tolist()
         cut: dict[str, Any] = {}
         for name, value in self.fields.items():
             if isinstance(value, list):
@@ -272,4 +272,4 @@ def model_inputs(responses: Responses, pad_token_id: int) -> dict[str, Tensor]:
 def _left(rows: Sequence[Sequence[int]], pad: int) -> Tensor:
     """[B, longest] rows padded on the left."""
     longest = max(map(len, rows))
-    return torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows])
+    return torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows], dtype=torch.int64)

@@ -25,12 +25,13 @@ from retouch.algorithms.vlm_grpo.trl_options import grpo_fields, model_fields
 from retouch.config import ConfigError, RunConfig
 from retouch.data.sampler import own_share
 from retouch.engine import gather_list
-from retouch.engine.checkpoint import drop_unfinished, rng_state, set_rng_state
+from retouch.engine.checkpoint import drop_unfinished
 from retouch.families.qwen.text import Task
 from retouch.observe.cost import Costs
 from retouch.observe.guards import IdleWatch
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
+from retouch.process_wide import rng_state, set_rng_state
 from retouch.rewards.table import of_all
 from retouch.training.evaluation import Moment, record_evaluation
 from retouch.training.scoring import RewardOutage, raise_together
@@ -295,7 +296,9 @@ class RunTrainer(GRPOTrainer):
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        votes: Any = self.accelerator.gather(torch.tensor([float(flag)], device=self.accelerator.device))
+        votes: Any = self.accelerator.gather(
+            torch.tensor([float(flag)], dtype=torch.float32, device=self.accelerator.device)
+        )
         return bool(votes.sum() > 0)
 
     def between_cycles(self) -> bool:

@@ -72,7 +72,7 @@ class FluxModel(FamilyModel):
         and the states of the negative prompt where `true_guidance_scale` is above 1."""
         tensors = {
             **self._text(examples),
-            "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
+            "guidance": torch.full((len(examples),), guidance_scale, dtype=torch.float32, device=self.device),
             **reference_inputs(examples, self.image_encoder, self.device),
         }
         if self.config.doubles_for_guidance:
@@ -137,9 +137,9 @@ class FluxModel(FamilyModel):
 @lru_cache(maxsize=16)
 def grid_ids(rows: int, columns: int, device: str, image: int = 0) -> Tensor:
     """[rows · columns, 3] position ids (image, row, column) of a packed grid, fp32."""
-    ids = torch.full((rows, columns, 3), float(image))
-    ids[..., 1] = torch.arange(rows)[:, None]
-    ids[..., 2] = torch.arange(columns)[None, :]
+    ids = torch.full((rows, columns, 3), float(image), dtype=torch.float32)
+    ids[..., 1] = torch.arange(rows, dtype=torch.float32)[:, None]
+    ids[..., 2] = torch.arange(columns, dtype=torch.float32)[None, :]
     return ids.reshape(-1, 3).to(device)
 
 

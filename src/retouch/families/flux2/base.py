@@ -257,14 +257,16 @@ def quarters(count: int) -> tuple[int, int, int]:
 @lru_cache(maxsize=16)
 def _text_positions(count: int, device: str) -> Tensor:
     """[S, 4] int64: (0, 0, 0, n)."""
-    return nn.functional.pad(torch.arange(count, device=device)[:, None], (3, 0))
+    return nn.functional.pad(torch.arange(count, dtype=torch.int64, device=device)[:, None], (3, 0))
 
 
 @lru_cache(maxsize=16)
 def _image_positions(sizes: tuple[tuple[int, int], ...], device: str) -> Tensor:
     """[N, 4] int64: (10 i, row, column, 0) of the i-th image of (h, w)."""
     grids = [
-        torch.cartesian_prod(torch.tensor([10 * i]), torch.arange(h), torch.arange(w), torch.tensor([0]))
+        torch.cartesian_prod(
+            *(torch.tensor(list(axis), dtype=torch.int64) for axis in ([10 * i], range(h), range(w), [0]))
+        )
         for i, (h, w) in enumerate(sizes)
     ]
     return torch.cat(grids).to(device)

@@ -93,7 +93,11 @@ class QwenModel(FamilyModel):
             raise ValueError(f"{self.spec.family} {wants}; given {len(pictures[0]) if pictures else 0} a row")
         longest = max(len(states) for states in (*text, *negative))
         states, mask = padded([states.to(self.device) for states in text], longest)
-        tensors = {"text": states, "text_mask": mask, "guidance": torch.full((len(text),), float(guidance_scale))}
+        tensors = {
+            "text": states,
+            "text_mask": mask,
+            "guidance": torch.full((len(text),), float(guidance_scale), dtype=torch.float32),
+        }
         if negative:
             tensors["negative_text"], tensors["negative_text_mask"] = padded(
                 [states.to(self.device) for states in negative], longest
@@ -146,8 +150,8 @@ def without_common_padding(states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor
 def padded(rows: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor]:
     """States [L, D] of B rows -> [B, length, D] filled up with zeros, and [B, length] 1 where there is no padding."""
     states = torch.stack([nn.functional.pad(row, (0, 0, 0, length - len(row))) for row in rows])
-    counts = torch.tensor([[len(row)] for row in rows])
-    return states, (torch.arange(length) < counts).to(states)
+    counts = torch.tensor([[len(row)] for row in rows], dtype=torch.int64)
+    return states, (torch.arange(length, dtype=torch.int64) < counts).to(states)
 
 
 def unpadded(states: Tensor, mask: Tensor) -> list[Tensor]:

@@ -237,8 +237,8 @@ class PaddedChats:
     def __call__(self, texts: Sequence[Any]) -> Tensor:
         length = self.chat.length
         if not self.states:
-            counts = torch.tensor([[self.chat.count(*self.read(text))] for text in texts])
-            return (torch.arange(length) < counts).float()
+            counts = torch.tensor([[self.chat.count(*self.read(text))] for text in texts], dtype=torch.int64)
+            return (torch.arange(length, dtype=torch.int64) < counts).float()
         rows = [self.chat(*self.read(text)) for text in texts]
         return torch.stack([nn.functional.pad(row, (0, 0, 0, length - len(row))) for row in rows])
 

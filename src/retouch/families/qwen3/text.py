@@ -77,7 +77,9 @@ class ChatLengths:
 
     def __call__(self, prompts: Sequence[str]) -> Tensor:
         """[B] int64."""
-        return torch.tensor([int(self.chat.tokens(prompt)["attention_mask"].sum()) for prompt in prompts])
+        return torch.tensor(
+            [int(self.chat.tokens(prompt)["attention_mask"].sum()) for prompt in prompts], dtype=torch.int64
+        )
 
 
 def load_qwen3(kind: Any, path: str, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -163,7 +163,7 @@ class QwenImage21(FamilyModel):
             )
         tensors = {
             **text.encode([_text(e.prompt, row) for e, row in zip(examples, sources, strict=True)]),
-            "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
+            "guidance": torch.full((len(examples),), guidance_scale, dtype=torch.float32, device=self.device),
         }
         if guidance_scale > 1:
             negative = text.encode([_text(self.spec.empty_prompt, row) for row in sources])
@@ -201,7 +201,9 @@ class QwenImage21(FamilyModel):
             of_length = [image[rows] for image in images]
             text = tensors[name][rows, :length].to(self.dtype)
             found.append(self._forward(network, of_length, t[rows], text, kinds[rows[0], :length] == SLOT))
-        order = torch.tensor([row for _, rows in sorted(rows_of.items()) for row in rows], device=x.device)
+        order = torch.tensor(
+            [row for _, rows in sorted(rows_of.items()) for row in rows], dtype=torch.int64, device=x.device
+        )
         return torch.cat(found)[order.argsort()]
 
     def _forward(self, network: nn.Module, images: Sequence[Tensor], t: Tensor, text: Tensor, slots: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class QwenImageEdit(QwenModel):
         images = [[self.shown(source) for source in row] for row in sources]
         tensors = {
             **text.encode([Shown.of(e.prompt, row) for e, row in zip(examples, images, strict=True)]),
-            "guidance": torch.full((len(examples),), guidance_scale, device=self.device),
+            "guidance": torch.full((len(examples),), guidance_scale, dtype=torch.float32, device=self.device),
             **picture_tensors([[self.encode_picture(source) for source in row] for row in sources]),
         }
         if guidance_scale > 1:

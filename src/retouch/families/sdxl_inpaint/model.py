@@ -88,7 +88,7 @@ class SdxlInpaint(UnetInpaint):
     def text_tensors(self, prompts: Sequence[str]) -> dict[str, Tensor]:
         """`text` [B, S, D] and `pooled` [B, D']."""
         made = self.texts().encode(prompts)
-        keep = torch.tensor([float(prompt != "") for prompt in prompts], device=self.device)
+        keep = torch.tensor([float(prompt != "") for prompt in prompts], dtype=torch.float32, device=self.device)
         text = torch.cat([made["clip"], made["clip_2"]], dim=-1)
         return {"text": text * keep.view(-1, 1, 1).to(text), "pooled": made["pooled"] * keep.view(-1, 1).to(text)}
 

@@ -131,7 +131,11 @@ class RewardClient:
 
     def probe(self, items: Sequence[RewardItem]) -> dict[str, Columns]:
         """Score the same items on every server -> url -> outcomes."""
-        return self._call(self._probe(list(items))).result()
+        return self.submit_probe(items).result()
+
+    def submit_probe(self, items: Sequence[RewardItem]) -> Future[dict[str, Columns]]:
+        """`probe` without waiting for it."""
+        return self._call(self._probe(list(items)))
 
     def close(self) -> None:
         """End the thread; open requests are cancelled. May be called twice."""

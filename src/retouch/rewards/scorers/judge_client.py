@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 
+_jitter = random.Random()
+"""Not the global generator: its state is part of checkpoints, and must not depend on when a judge answers."""
+
 Encoding = Literal["png", "jpeg"]
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -289,7 +292,7 @@ class JudgeClient:
                 raise JudgeError(problem.message)
             if problem.kind == "unreachable" and time.monotonic() - started > UNREACHABLE_S:
                 break
-            pause = max(problem.wait_s, random.uniform(0, min(8.0, 0.25 * 2**attempt)))  # full jitter
+            pause = max(problem.wait_s, _jitter.uniform(0, min(8.0, 0.25 * 2**attempt)))  # full jitter
             if time.monotonic() + pause >= deadline:
                 break
             time.sleep(pause)

@@ -61,9 +61,11 @@ class RecognizerScorer(PixelScorer[RecognizerReward]):
 
     def load(self, device: str) -> None:
         """Load the network."""
+        import torch
+
         from retouch.text_recognizer import FOLDER, WEIGHTS, packaged
 
-        packaged()  # read before the first item
+        packaged("cpu", torch.float32)  # read before the first item
         self.set_revision(f"{file_digest(FOLDER / WEIGHTS)} {self.spec.revision}")
 
     def _value(self, image: Tensor, item: RewardItem) -> Tensor | Failure:

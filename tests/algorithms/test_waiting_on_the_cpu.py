@@ -1,0 +1,102 @@
+"""What waits for its turn waits in host memory: the trajectories of an epoch, and no text encoder beside a network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retouch.config import ConfigError
+from retouch.engine import Engine
+from retouch.families import text
+from retouch.families.text import TextEncoders
+from retouch.training import rollouts
+from retouch.training.build import build
+from retouch.training.rollouts import Rollouts
+from retouch.types import Trajectory
+
+from .runs import Config, Use, brightness, train
+
+pytestmark = pytest.mark.usefixtures("bare")
+
+
+class OnDevice(Tensor):
+    """A tensor of another device, as far as `cpu` is concerned."""
+
+    def cpu(self, *_: Any) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dpo", "nft", "reward_gradient"])
+def test_trajectories_of_an_epoch_wait_on_the_cpu(
+    name: str, config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(brightness)
+    real, kept = rollouts.sample, list[Trajectory]()
+
+    def sample(*rest: Any, **options: Any) -> Trajectory:
+        made = real(*rest, **options)
+        moved = {n: t.as_subclass(OnDevice) for n, t in vars(made).items() if isinstance(t, Tensor) and n != "times"}
+        return replace(made, **moved)
+
+    def watched(*rest: Any) -> Rollouts:
+        result = roll_out(*rest)
+        kept.extend(result.trajectories)
+        return result
+
+    roll_out = rollouts.roll_out
+    monkeypatch.setattr(rollouts, "sample", sample)
+    monkeypatch.setattr(rollouts, "roll_out", watched)
+    ode = {} if name == "grpo" else {"rollout__window": None, "rollout__noise_level": None}
+    guidance = {"rollout__guidance_scale": 1.0} if name == "reward_gradient" else {}
+    train(config(algorithm={"name": name}, training__max_steps=1, **ode, **guidance))
+    assert kept
+    tensors = [t for one in kept for n, t in vars(one).items() if isinstance(t, Tensor) and n != "times"]
+    assert not any(isinstance(t, OnDevice) for t in tensors)
+
+
+def test_rows_without_numbers_are_zeros_and_the_sampled_tensors_stay() -> None:
+    latents = torch.full((2, 1, 3), torch.nan)
+    path = Trajectory(latents[:, 0], torch.ones(2), 0, latents, torch.ones(2, 1))
+    found = rollouts.kept(path, [1])
+    assert found.latents[0].isnan().all() and not found.latents[1].any() and latents.isnan().all()
+    assert found.means is None and found.log_probs.tolist() == [[1.0], [0.0]]
+
+
+def test_prompts_are_encoded_before_the_network_is_placed(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    real_encode, real_prepare = TextEncoders.cache_and_release, Engine.prepare
+
+    def encode(self: TextEncoders, prompts: list[str]) -> None:
+        order.append("encoded")
+        real_encode(self, prompts)
+
+    def prepare(self: Engine, network: nn.Module, **options: Any) -> nn.Module:
+        order.append("placed")
+        return real_prepare(self, network, **options)
+
+    monkeypatch.setattr(TextEncoders, "cache_and_release", encode)
+    monkeypatch.setattr(Engine, "prepare", prepare)
+    build(config(model__free_text_encoders=True)).close()
+    assert order == ["encoded", "placed"]
+
+
+def test_prompts_that_take_more_than_the_encoders_are_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLUX: 4 MiB a prompt, so from 2,500 prompts on. One prompt is encoded to know it."""
+    encoded, real = list[int](), TextEncoders._encode
+
+    def encode(self: TextEncoders, prompts: Any) -> Any:
+        encoded.append(len(prompts))
+        return real(self, prompts)
+
+    monkeypatch.setattr(TextEncoders, "_encode", encode)
+    monkeypatch.setattr(text, "_LITTLE", 0)
+    monkeypatch.setattr(TextEncoders, "_weights", lambda self: 4096)
+    with pytest.raises(
+        ConfigError, match=r"^model\.free_text_encoders: given true, but \d+ prompts take .* precompute"
+    ):
+        build(config(model__free_text_encoders=True))
+    assert encoded == [1]

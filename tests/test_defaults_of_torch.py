@@ -1,0 +1,111 @@
+"""Numbers depend on nothing that a library may change for the whole process: tensors name their dtype, and random
+numbers come from generators of their own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "retouch"
+
+ROOMS = ("core", "rollout", "training", "algorithms", "engine", "adapters", "families")
+
+MAKERS = {
+    "tensor", "as_tensor", "asarray", "scalar_tensor", "zeros", "ones", "empty", "full", "eye", "arange", "linspace",
+    "logspace", "rand", "randn", "randint", "randperm", "normal",
+}  # fmt: skip
+"""Functions of torch whose result has the default dtype, at least for Python's floats."""
+
+KEEPS_ITS_DTYPE = {("algorithms/vlm_grpo/responses.py", "torch.as_tensor(value)")}
+"""Of an array, whatever its dtype."""
+
+DRAWS = {"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"}
+
+DRAWN_INTO = {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "multinomial"}
+
+WEIGHTS_TO_BE_LOADED = {
+    ("adapters/projections.py", "torch.randn(tokens, token_width, dtype=torch.float32)"),
+    ("families/flux2/base.py", "vae.bn.running_mean.normal_(std=0.2)"),  # of tiny networks
+    ("families/flux2/base.py", "vae.bn.running_var.uniform_(0.5, 2.0)"),
+    ("families/z_image/model.py", "nn.init.normal_(transformer.x_pad_token)"),
+    ("families/z_image/model.py", "nn.init.normal_(transformer.cap_pad_token)"),
+    ("glyph_structure.py", "nn.init.normal_(self.asked.weight, std=0.1)"),
+}
+"""Initial weights of networks: drawn before a run begins, under `fork_rng` or replaced by a file."""
+
+OWN_GENERATORS = {"Random", "SystemRandom", "default_rng", "Generator", "RandomState", "SeedSequence"}
+
+STATES = {("process_wide.py", name) for name in ("getstate", "setstate", "get_state", "set_state")}
+
+
+def calls(*rooms: str) -> Iterator[tuple[str, ast.Call]]:
+    """(file, call) of every call in the package or in some of its folders."""
+    for room in rooms or ("",):
+        for path in sorted((PACKAGE / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call):
+                    yield path.relative_to(PACKAGE).as_posix(), node
+
+
+def torch_function(call: ast.Call) -> str | None:
+    """Name of the function of torch that is called."""
+    function = call.func
+    of_torch = isinstance(function, ast.Attribute) and ast.unparse(function.value) == "torch"
+    return function.attr if of_torch and isinstance(function, ast.Attribute) else None
+
+
+def has(call: ast.Call, keyword: str) -> bool:
+    return any(given.arg == keyword for given in call.keywords)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_tensor_is_made_with_a_dtype(room: str) -> None:
+    without = {
+        f"{file}:{call.lineno}: {ast.unparse(call)}"
+        for file, call in calls(room)
+        if torch_function(call) in MAKERS
+        and not has(call, "dtype")
+        and (file, ast.unparse(call)) not in KEEPS_ITS_DTYPE
+    }
+    assert not without
+    legacy = {
+        f"{file}:{call.lineno}"
+        for file, call in calls(room)
+        if torch_function(call) in ("Tensor", "FloatTensor", "set_default_dtype", "set_default_device")
+    }
+    assert not legacy
+
+
+def test_no_number_comes_from_a_global_generator() -> None:
+    """Its state is part of checkpoints: a resumed run must find the next numbers where an uninterrupted one does."""
+    found = set[str]()
+    for file, call in calls():
+        function, source = call.func, ast.unparse(call)
+        if not isinstance(function, ast.Attribute) or (file, source) in WEIGHTS_TO_BE_LOADED:
+            continue
+        module = ast.unparse(function.value)
+        drawn = module in ("np.random", "numpy.random") or (module == "random" and imports_random(file))
+        if drawn and function.attr not in OWN_GENERATORS and (file, function.attr) not in STATES:
+            found.add(f"{file}:{call.lineno}: {source}")
+        if (torch_function(call) in DRAWS or function.attr in DRAWN_INTO) and not has(call, "generator"):
+            found.add(f"{file}:{call.lineno}: {source}")
+        if ast.unparse(function) in ("torch.manual_seed", "torch.seed", "torch.cuda.manual_seed_all"):
+            assert "fork_rng" in (PACKAGE / file).read_text(encoding="utf-8"), file
+    assert not found
+
+
+def imports_random(file: str) -> bool:
+    """Whether `random` is the module in a file, not a generator of its own."""
+    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    return "random" in names
+
+
+def test_no_function_of_a_global_generator_is_imported_by_name() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in ("random", "numpy.random"):
+                assert {alias.name for alias in node.names} <= OWN_GENERATORS, path
