@@ -85,14 +85,20 @@ def item_of(example: Example, image: Pixels, number: int, group: int) -> RewardI
 
 
 def wait_for_rewards(table: RewardTable, client: RewardClientConfig) -> None:
-    """Wait until every reward can be scored.
+    """Wait until every reward can be scored. A server is missed for `STARTING_S` if others have its rewards: the client
+    finds it once it is ready.
 
     Raises:
-        RewardOutage: it cannot; with the command that starts the servers that are not part of the run.
+        RewardOutage: a reward cannot be scored; with the command that starts the servers that are not part of the run.
     """
-    problems = table.wait_ready(max(client.outage_wait_s, STARTING_S))
-    if not problems:
-        return
+    problems: list[str] = []
+    for patience_s in (STARTING_S, max(0.0, client.outage_wait_s - STARTING_S)):
+        problems = table.wait_ready(patience_s)
+        if not problems:
+            return
+        if table.has_a_server_each():
+            logger.warning("the run starts without some servers of its rewards: %s", "; ".join(problems))
+            return
     started_elsewhere = [n for n, entry in table.entries.items() if entry.url not in (None, "auto") and entry.weight]
     running = all(TOKEN_VARIABLE in problem for problem in problems)
     remedy = [start_servers(started_elsewhere)] if started_elsewhere and not running else []
