@@ -78,7 +78,7 @@ def main() -> None:
     return_memory_regularly()
     listener = socket.socket(fileno=settings["listener"])
     logger.info("serving %s on %s (pid %d)", ", ".join(settings["scorers"]), settings["url"], os.getpid())
-    worker = ProcessWorker(settings["scorers"], settings["device"])
+    worker = ProcessWorker(settings["scorers"], settings["device"], settings["was_ready"])
     token, limits = settings["token"], Limits(**settings["limits"])
     run_app(app_of(worker, settings["device"], token, limits, local=token is None), listener, limits)
 
