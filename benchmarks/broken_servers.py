@@ -19,9 +19,8 @@ import contextlib
 import hashlib
 import json
 import math
-import os
+import multiprocessing
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -359,31 +358,52 @@ def run_file(urls: Sequence[str], data: Path, runs: Path) -> dict[str, Any]:
     return run
 
 
+def _serve_stub(way: str, pipe: Any) -> None:
+    """A stub in a process of its own: this one is forked for the runs, and has no other thread."""
+    with Stub(WAYS[way] if way in WAYS and WAYS[way] is not None else sound) as stub:
+        pipe.send(stub.url)
+        pipe.recv()
+
+
+@contextlib.contextmanager
+def stub_process(way: str) -> Iterator[str]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve_stub, args=(way, theirs), daemon=True)
+    process.start()
+    try:
+        yield ours.recv()
+    finally:
+        ours.send(None)
+        process.join(5)
+        process.kill()
+
+
 def restarts(way: str, work: Path) -> dict[str, Any]:
     """Start a run and restart it three times against a sound and a broken server -> exit codes, and the seconds.
 
     Every start has two more steps to do than the one before.
     """
-    codes, seconds = list[int](), list[float]()
-    with Stub(sound) as good, broken(WAYS[way]) as (url, _):
+    from kill import Process, import_as
+
+    codes, seconds = list[int | None](), list[float]()
+    broken_one = broken(None) if WAYS[way] is None else contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        good = stack.enter_context(stub_process("sound"))
+        closed = stack.enter_context(broken_one)
+        url = closed[0] if closed else stack.enter_context(stub_process(way))
         name = way.replace(" ", "_")
-        file = work / f"{name}.yaml"
+        file, log = work / f"{name}.yaml", work / f"{name}.log"
         for start in range(4):
-            run = run_file([url, good.url], work / "data", work / "runs" / name)
+            run = run_file([url, good], work / "data", work / "runs" / name)
             run["training"]["max_steps"] = 2 * (start + 1)
             file.write_text(yaml.safe_dump(run))
-            begun = time.monotonic()
-            done = subprocess.run(
-                [sys.executable, "-m", "retouch", "train", str(file), f"name={name}"],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            seconds.append(round(time.monotonic() - begun, 1))
-            codes.append(done.returncode)
-            if done.returncode:
-                print(done.stderr[-2000:], file=sys.stderr)
+            process = Process(file, name, log)
+            codes.append(process.wait(900))
+            seconds.append(round(time.monotonic() - process.started, 1))
+            import_as(log)
+            if codes[-1] != 0:
+                print(log.read_text()[-2000:], file=sys.stderr)
     return {"exit_codes": codes, "seconds": seconds}
 
 

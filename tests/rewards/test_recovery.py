@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -309,6 +310,7 @@ def test_the_output_of_scorers_is_bounded_and_its_end_is_kept(capfd: pytest.Capt
         return written
 
     with_worker("prints", trial)
+    until(lambda: not any(thread.name == "worker-output" for thread in threading.enumerate()))
     assert "bytes of the scorers' output were left out]" in read() and 500_000 < len(written) < 1_300_000
 
 
