@@ -360,7 +360,7 @@ def run_file(urls: Sequence[str], data: Path, runs: Path) -> dict[str, Any]:
 
 def _serve_stub(way: str, pipe: Any) -> None:
     """A stub in a process of its own: this one is forked for the runs, and has no other thread."""
-    with Stub(WAYS[way] if way in WAYS and WAYS[way] is not None else sound) as stub:
+    with Stub(WAYS.get(way) or sound) as stub:
         pipe.send(stub.url)
         pipe.recv()
 
