@@ -537,6 +537,54 @@ FINDINGS = {
         "algorithms/test_damaged_runs.py",
         "test_an_evaluation_in_which_every_reward_failed_is_repeated_when_the_run_is_resumed",
     ),
+    "A server that raised in every batch, or answered with HTML, took the requests of a sound one": (
+        "rewards/test_broken_servers.py",
+        "test_a_broken_server_takes_no_traffic_from_a_sound_one",
+    ),
+    "A run did not start while one of the servers of a reward was broken": (
+        "algorithms/test_readiness.py",
+        "test_a_run_starts_without_a_server_whose_rewards_another_has",
+    ),
+    "A server whose breaker half-opened held a request up to its deadline": (
+        "rewards/test_broken_servers.py",
+        "test_a_server_whose_breaker_half_opens_holds_no_request_up",
+    ),
+    "A worker whose every batch raised stayed": (
+        "rewards/test_recovery.py",
+        "test_a_worker_whose_batches_all_raise_is_replaced",
+    ),
+    "A helper that a scorer had forked kept a server from its restart": (
+        "rewards/test_recovery.py",
+        "test_a_helper_that_a_scorer_forked_keeps_no_worker_from_its_restart",
+    ),
+    "Too few handles, or too little memory, for two seconds ended a server": (
+        "rewards/test_recovery.py",
+        "test_a_worker_that_cannot_be_started_is_tried_again",
+    ),
+    "Four deaths of a worker ended a server that had been ready": (
+        "rewards/test_recovery.py",
+        "test_a_server_that_was_ready_is_not_given_up",
+    ),
+    "The end of a frozen worker silenced its server for five seconds": (
+        "rewards/test_recovery.py",
+        "test_the_end_of_a_worker_does_not_hold_the_loop_up",
+    ),
+    "Idle connections without the token kept clients out, and filled the log": (
+        "rewards/test_connections.py",
+        "test_more_idle_connections_than_handles",
+    ),
+    "A body in chunks of one byte silenced a server for two seconds": (
+        "rewards/test_connections.py",
+        "test_chunks_of_one_byte_do_not_hold_the_loop",
+    ),
+    "Replies that nobody took stayed with the server": (
+        "rewards/test_connections.py",
+        "test_a_reply_that_nobody_takes_ends_its_connection",
+    ),
+    "The output of a scorer filled the log": (
+        "rewards/test_recovery.py",
+        "test_the_output_of_scorers_is_bounded_and_its_end_is_kept",
+    ),
 }
 """Fault that later trials showed -> (file below tests/, test that failed before)."""
 

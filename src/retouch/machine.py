@@ -15,6 +15,8 @@ from pathlib import Path
 TRIM_S = 10.0
 """Seconds between two returns of a server's freed memory."""
 
+MOST_HANDLES = 65536
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -68,6 +70,19 @@ def let_threads_sleep() -> bool:
 def threads_sleep() -> bool:
     """Whether threads should sleep while they wait, also those of libraries without OpenMP."""
     return os.environ.get(WAIT_POLICY, "PASSIVE").strip().upper() != "ACTIVE"
+
+
+def raise_handle_limit() -> int:
+    """Raise the soft limit of open handles to the hard one, at most to `MOST_HANDLES` -> the limit. Shells set the soft
+    one to 1,024, for programs of old that cannot use more."""
+    import resource  # not on Windows
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_HANDLES if hard == resource.RLIM_INFINITY else min(hard, MOST_HANDLES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
 
 
 def return_memory() -> None:

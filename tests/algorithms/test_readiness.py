@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from retouch.config import RunConfig
 from retouch.rewards.table import RewardTable
 from retouch.training import scoring
 from retouch.training.scoring import RewardOutage
+from tests.rewards.fakes import FakeServer, black_hole, closed_port, honest, raw_server
 
 
 @pytest.mark.parametrize(("wait", "at_least"), [(0.0, 0.6), (1.2, 1.2)])
@@ -37,3 +39,39 @@ def test_servers_get_time_to_start_and_the_message_says_how_to(
     said = str(outage.value)
     assert said.startswith(f"rewards are not ready: {url}: ConnectError")
     assert said.endswith("; start the server with `retouch reward serve ocr`, or set rewards.ocr.url")
+
+
+def loading(connection: socket.socket) -> None:
+    while connection.recv(65536):
+        connection.sendall(b"HTTP/1.1 503 loading\r\nContent-Length: 0\r\n\r\n")
+
+
+@pytest.mark.parametrize("way", ["HTML", "refuses", "hangs", "loads for ever"])
+def test_a_run_starts_without_a_server_whose_rewards_another_has(
+    config: Callable[..., RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    way: str,
+) -> None:
+    """It stopped with exit code 3, at every restart."""
+    monkeypatch.setattr(scoring, "STARTING_S", 0.6)
+    with contextlib.ExitStack() as stack:
+        good = stack.enter_context(FakeServer(honest, info={"scorers": {"ocr": {}}}))
+        bad = {
+            "HTML": lambda: stack.enter_context(FakeServer(honest, info="it works")).url,
+            "refuses": lambda: f"http://127.0.0.1:{closed_port()}",
+            "hangs": lambda: stack.enter_context(raw_server(black_hole)),
+            "loads for ever": lambda: stack.enter_context(raw_server(loading)),
+        }[way]()
+        run = config(rewards={"ocr": {"url": [bad, good.url]}}, reward_client={"outage_wait_s": 30.0})
+        table = RewardTable(run.rewards, run.reward_client, tmp_path)
+        stack.callback(table.close)
+        table.start()
+        begun = time.monotonic()
+        scoring.wait_for_rewards(table, run.reward_client)
+        assert time.monotonic() - begun < 10
+    (line,) = [
+        r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "starts without" in r.getMessage()
+    ]
+    assert bad in line and good.url not in line

@@ -27,7 +27,7 @@ from retouch.rewards import REWARDS
 from retouch.rewards.protocol import CheckedScorer, Pixels, RewardItem, Scorer, ScorerSpec
 from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.app import app_of
-from retouch.rewards.server.front import protocol_of
+from retouch.rewards.server.connections import protocol_of
 from retouch.rewards.server.scoring import Scored, load_all, score_rewards
 from retouch.types import Failure, Outcome, Score
 
@@ -217,7 +217,7 @@ def serving(
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     app = create_app(scorers, token=token, limits=limits)
-    protocol = protocol_of(limits or Limits())
+    protocol = protocol_of(limits or Limits(), token)
     server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

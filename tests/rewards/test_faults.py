@@ -48,7 +48,7 @@ from tests.rewards.fakes import (
     serving,
     values,
 )
-from tests.rewards.faults import FaultyProxy, FaultyServer, true_value
+from tests.rewards.faults import INSTEAD, FaultyProxy, FaultyServer, true_value
 
 
 def client_of(*urls: str, cache: ScoreCache | None = None, **options: Any) -> RewardClient:
@@ -91,7 +91,8 @@ def test_requests_under_random_faults(count: int) -> None:
     for faulty in (*servers, *proxies):
         lies += faulty.faults
     assert set(failed) <= {"bad_reply", "unavailable", "overloaded"}
-    assert 0.01 < failed["bad_reply"] / count < 0.08  # lies are not asked for again; what may pass is
+    assert sum(lies[lie] for lie in INSTEAD) > 0.01 * count
+    assert failed["bad_reply"] < 0.01 * count  # another server is asked once, within the budget of retries
     assert failed["unavailable"] + failed["overloaded"] < 0.05 * count  # 0 unless the machine is starved
     asked = sum(len(server.asked) for server in servers)
     assert asked <= 1.2 * count and statistics.requests == count

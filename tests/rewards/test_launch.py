@@ -33,7 +33,8 @@ from retouch.rewards.client.endpoints import (
 )
 from retouch.rewards.client.status import Status, readiness
 from retouch.rewards.devices import gpu_count
-from retouch.rewards.server.launch import Instance, LocalServer, ServeOptions, Supervisor, requested, serve
+from retouch.rewards.server.launch import LocalServer, ServeOptions, requested, serve
+from retouch.rewards.server.supervisor import Instance, Supervisor
 from retouch.tiny.signs import draw_sign
 from tests.command_line import retouch
 from tests.rewards.fakes import Brightness, closed_port, free_port, get, item, serving, until

@@ -116,8 +116,8 @@ def test_a_worker_that_cannot_load_is_given_up(tmp_path: Path) -> None:
 
 
 def test_a_front_that_cannot_start_ends_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("retouch.rewards.server.launch.sys.executable", "/bin/false")
-    monkeypatch.setattr("retouch.rewards.server.launch._WATCH_S", 0.01)
+    monkeypatch.setattr("retouch.rewards.server.supervisor.sys.executable", "/bin/false")
+    monkeypatch.setattr("retouch.rewards.server.supervisor.WATCH_S", 0.01)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(ConfigError, match=r"ends as soon as it is started \(exit code 1\)"):
         serve({"preservation": {}}, ServeOptions(port=0, log_dir=tmp_path))

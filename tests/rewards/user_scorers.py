@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,52 @@ class DiesLoading:
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         return [Score(0.0)] * len(items)
+
+
+class FailsWhile:
+    """Dies while it loads, or raises, as long as the file in the environment variable FAILS_WHILE says so."""
+
+    def load(self, device: str) -> None:
+        told = Path(os.environ["FAILS_WHILE"])
+        if told.exists():
+            if told.read_text() == "dies":
+                os._exit(9)
+            raise RuntimeError("no memory on the device")
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        return [Score(0.5)] * len(items)
+
+
+def forks(items: Sequence[RewardItem]) -> list[Score]:
+    """Forks a helper that outlives the call, and returns its process id."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+        os._exit(0)
+    return [Score(0.5, {"pid": pid})] * len(items)
+
+
+_spoiled = False
+
+
+def spoilt(items: Sequence[RewardItem]) -> list[float]:
+    """Raises in every batch after one with an item that spoils the process, as an error on a GPU does."""
+    global _spoiled
+    _spoiled = _spoiled or any(item.metadata.get("spoils") for item in items)
+    if _spoiled:
+        raise RuntimeError("device-side assert triggered")
+    return [0.5] * len(items)
+
+
+def prints(items: Sequence[RewardItem]) -> list[float]:
+    """Prints a megabyte for each item, and why it ends at the last one."""
+    for item in items:
+        sys.stderr.write(("x" * 1023 + "\n") * 1024)
+        if item.metadata.get("last"):
+            sys.stderr.write("the reason of the end\n")
+            sys.stderr.flush()
+            os._exit(9)
+    return [0.5] * len(items)
 
 
 REGIONS: Any = 0

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 OWN_PROCESS = ("process",)
 AUTO_SERVER = ("auto",)
 
+_ASK_S = 1.0
+
 Gather = Callable[[Sequence[Any]], list[Any]]
 """Gathers the objects of every process into one list; every process must call it."""
 
@@ -235,6 +237,14 @@ class RewardTable:
         if every_server and not problems:
             self._compare_servers()
         return problems
+
+    def has_a_server_each(self) -> bool:
+        """Whether every reward that is not only logged can be scored now, on one of its servers at least."""
+        return not any(
+            backend.wait_ready(_ASK_S, every_server=False)
+            for place, backend in self._backends.items()
+            if place.kind != "logged"
+        )
 
     def count(self, asked: int, failed: int) -> None:
         """Count samples of this process that were scored, and those of them without a reward."""

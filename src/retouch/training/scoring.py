@@ -114,24 +114,33 @@ def item_of(example: Example, image: Pixels, number: int, group: int) -> RewardI
 
 
 def wait_for_rewards(table: RewardTable, client: RewardClientConfig) -> None:
-    """Wait until every reward can be scored.
+    """Wait until every reward can be scored. A server is missed for `STARTING_S` if others have its rewards: the client
+    finds it once it is ready.
 
     Raises:
-        RewardOutage: it cannot; with the command that starts the servers that are not part of the run.
+        RewardOutage: a reward cannot be scored; with the command that starts the servers that are not part of the run.
         ConfigError: torch's default dtype is not fp32 any more, in which libraries make tensors.
     """
-    problems = table.wait_ready(max(client.outage_wait_s, STARTING_S))
-    if not problems:
-        if (dtype := torch.get_default_dtype()) != torch.float32:
-            raise ConfigError(
-                f"rewards: given {dtype} as torch's default dtype once all were ready; expected torch.float32, which "
-                "libraries rely on; remove torch.set_default_dtype from the plugins and scorers of the run"
-            )
-        return
+    problems: list[str] = []
+    for patience_s in (STARTING_S, max(0.0, client.outage_wait_s - STARTING_S)):
+        problems = table.wait_ready(patience_s)
+        if not problems or table.has_a_server_each():
+            if problems:
+                logger.warning("the run starts without some servers of its rewards: %s", "; ".join(problems))
+            _require_default_dtype()
+            return
     started_elsewhere = [n for n, entry in table.entries.items() if entry.url not in (None, "auto") and entry.weight]
     running = all(TOKEN_VARIABLE in problem for problem in problems)
     remedy = [start_servers(started_elsewhere)] if started_elsewhere and not running else []
     raise RewardOutage("rewards are not ready: " + "; ".join([*problems, *remedy]))
+
+
+def _require_default_dtype() -> None:
+    if (dtype := torch.get_default_dtype()) != torch.float32:
+        raise ConfigError(
+            f"rewards: given {dtype} as torch's default dtype once all were ready; expected torch.float32, which "
+            "libraries rely on; remove torch.set_default_dtype from the plugins and scorers of the run"
+        )
 
 
 def arrived(batches: Sequence[PendingBatch], timeout_s: float) -> bool:

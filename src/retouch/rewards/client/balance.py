@@ -34,7 +34,7 @@ class Server:
         latency_s: running mean; None before the first answer.
         asked_at: time of the last request.
         heard_at: time of the last answer or, if the server was idle, of the request after it: silent since then.
-        failures: consecutive failures.
+        failures: consecutive failures, attempts without an answer included.
         open_until: the breaker keeps requests away until then; after that one request may try (half open).
         held_until: from Retry-After.
     """
@@ -50,7 +50,7 @@ class Server:
 
     def free_at(self, now: float, most: int) -> float | None:
         """When a request may be sent: now, a later time, or None if it must answer one first."""
-        probing = self.failures >= BREAKER_FAILURES
+        probing = not self.sound
         if self.under_way >= (1 if probing else most):
             return None
         return max(now, self.held_until, self.open_until if probing else now)
@@ -76,11 +76,20 @@ class Server:
         """A request was cancelled: its answer would have taken longer."""
         self.latency_s = max(self.latency_s or 0.0, seconds)
 
+    @property
+    def sound(self) -> bool:
+        """Whether the breaker is closed."""
+        return self.failures < BREAKER_FAILURES
+
     def failed(self, now: float) -> None:
-        """A request failed: connection refused or lost, timeout, 5xx."""
+        """A request failed: connection refused or lost, timeout, an error status, or a reply that is no answer."""
         self.failures += 1
         if self.failures >= BREAKER_FAILURES:
             self.open_until = now + min(BREAKER_MAX_S, BREAKER_S * 2 ** min(self.failures - BREAKER_FAILURES, 10))
+
+    def excused(self) -> None:
+        """No other server answered the request either: it may be the reason itself."""
+        self.failures = max(0, self.failures - 1)
 
     def held(self, now: float, seconds: float) -> None:
         """The server sent Retry-After."""
@@ -102,15 +111,24 @@ class Balancer:
         self.most = most
         self._turn = 0
 
-    def choose(self, now: float, avoid: Collection[Server] = (), ends: float = math.inf) -> tuple[Server | None, float]:
+    def choose(
+        self,
+        now: float,
+        avoid: Collection[Server] = (),
+        ends: float = math.inf,
+        never: Collection[Server] = (),
+    ) -> tuple[Server | None, float]:
         """The server to ask and 0, or None and the maximum seconds to wait for one (an answer may free one earlier).
 
         Args:
             avoid: servers that failed this request already; they are chosen only if no other is free now or will be.
             ends: deadline of the request.
+            never: servers that would reply to this request as before.
         """
+        left = [server for server in self._in_turn() if server not in never]
         free: list[tuple[Server, float]] = []
-        for server in self._in_turn():
+        # no request depends on a server whose breaker is open while another is sound: `due` has it tried beside one
+        for server in [server for server in left if server.sound] or left:
             at = server.free_at(now, self.most)
             if at is not None:
                 free.append((server, at))
@@ -118,13 +136,13 @@ class Balancer:
         fresh = [server for server in ready if server not in avoid]
         if not ready:
             return None, min((at - now for _, at in free), default=1.0)
-        if not fresh and any(self._worth_waiting(s, now, ends) for s in self.servers if s not in avoid):
+        if not fresh and any(self._worth_waiting(s, now, ends) for s in left if s not in avoid):
             return None, 1.0
         if self.balance == "round_robin":
             chosen = (fresh or ready)[0]
         else:
             # the best server, full ones included: work waits for a fast server instead of going to a slower one
-            candidates = [s for s in self.servers if s.failures < BREAKER_FAILURES and s.held_until <= now]
+            candidates = [s for s in left if s.sound and s.held_until <= now]
             known = [s.latency_s for s in candidates if s.latency_s is not None]
             fastest = min(known, default=1.0)
 
@@ -136,16 +154,28 @@ class Balancer:
 
             chosen = min(fresh or ready, key=finish)
             best = min((finish(s) for s in candidates if s not in avoid), default=0.0)
-            if not avoid and chosen.failures < BREAKER_FAILURES and finish(chosen) > best:
+            if not avoid and chosen.sound and finish(chosen) > best:
                 return None, 1.0
         self._turn = (self.servers.index(chosen) + 1) % len(self.servers)
         return chosen, 0.0
 
+    def has_sound(self, without: Collection[Server]) -> bool:
+        """Whether a server other than these is sound."""
+        return any(server.sound for server in self.servers if server not in without)
+
+    def due(self, now: float) -> Server | None:
+        """A server whose breaker half-opens now: a request may try it."""
+        return next((s for s in self._in_turn() if not s.sound and s.free_at(now, 1) == now), None)
+
     def _worth_waiting(self, server: Server, now: float, ends: float) -> bool:
         """Whether a server is full but answers, and will be free in time for this request."""
-        sound = server.failures < BREAKER_FAILURES and server.held_until <= now
         latency = server.latency_s or 0.0
-        return sound and now + latency < ends and server.silence(now) <= max(PATIENCE_S, PATIENCE * latency)
+        return (
+            server.sound
+            and server.held_until <= now
+            and now + latency < ends
+            and server.silence(now) <= max(PATIENCE_S, PATIENCE * latency)
+        )
 
     def _in_turn(self) -> list[Server]:
         return self.servers[self._turn :] + self.servers[: self._turn]

@@ -2,7 +2,8 @@
 
 One event loop in one background thread serves callers from any thread. `balance.py` chooses the server of a request;
 transport errors, 408, 425, 429 and 5xx are retried, on another server if there is one, until the deadline and within
-the retry budget. `exchange.py` is one request to one server, `revisions.py` the revisions that servers report.
+the retry budget. For a reply without an answer each of the other servers is asked once. `exchange.py` is one request to
+one server, `revisions.py` the revisions that servers report.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from retouch.rewards.addresses import base_url, usable_token
-from retouch.rewards.client.balance import BREAKER_FAILURES, Balancer, RetryBudget, Server
+from retouch.rewards.client.balance import Balancer, RetryBudget, Server
 from retouch.rewards.client.cache import ScoreCache, cache_key
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.client.exchange import Columns, Exchange, Refusal
 from retouch.rewards.client.revisions import Revisions
 from retouch.rewards.foreign import CONNECT_S
 from retouch.rewards.protocol import RewardItem, malformed
-from retouch.types import Failure, Outcome
+from retouch.types import Failure, Outcome, Score
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +164,7 @@ class RewardClient:
         self._balancer = Balancer(self.urls, self.options.balance, self.options.requests_per_server)
         self._budget = RetryBudget(self.options.timeout_s)
         self._freed = asyncio.Event()
+        self._beside = set[asyncio.Task[Columns | Refusal]]()
         # every answer wakes all requests that wait for a server: bound their number
         self._turns = asyncio.Semaphore(2 * self.options.requests_per_server * len(self.urls))
         self._progress = time.monotonic()
@@ -240,7 +242,7 @@ class RewardClient:
         """Revision by reward, of the servers that are not gone; None if they differ."""
         if not self.revisions.known:
             self.revisions.learn(await self._info())
-        return self.revisions.one_each({s.url for s in self._balancer.servers if s.failures >= BREAKER_FAILURES})
+        return self.revisions.one_each({s.url for s in self._balancer.servers if not s.sound})
 
     async def _score_chunks(self, items: list[RewardItem]) -> Columns:
         size = self.options.batch_size
@@ -263,43 +265,58 @@ class RewardClient:
         deadline: float | None = None
         numbered = [replace(item, id=i) for i, item in enumerate(items)]
         request_id, failed = uuid.uuid4().hex, list[Server]()
-        problem = Failure("unavailable", "no server answered", retryable=True)
+        unanswered: dict[Server, Columns] = {}
+        refusal = Refusal(Failure("unavailable", "no server answered", retryable=True))
         self.statistics.requests += 1
         for attempt in itertools.count():
-            server = await self._server(failed, deadline, asked)
+            server = await self._server(failed, deadline, asked, unanswered)
             if server is None:
                 break
             now = time.monotonic()
             if deadline is None:
                 deadline = now + self.options.timeout_s
                 self._budget.request(now)
+            self._try_beside(server, numbered, request_id, deadline)
             reply = await self._attempt_or_hedge(server, numbered, request_id, deadline)
             if not isinstance(reply, Refusal):
                 self.statistics.latencies.append(time.monotonic() - asked)
                 return reply
-            problem = reply.failure
-            if not problem.retryable:
-                break
+            refusal = reply
+            if reply.final:
+                unanswered[server] = reply.outcomes(self.rewards, len(items))
+                if not self._balancer.has_sound(unanswered) or not self._budget.take(time.monotonic()):
+                    break
+                self.statistics.retries += 1
+                continue
             failed = [*failed, server] if len(failed) + 1 < len(self.urls) else [server]
             backoff = _jitter.uniform(0, min(_BACKOFF_MAX_S, _BACKOFF_S * 2**attempt))  # full jitter
             await asyncio.sleep(max(0.0, min(backoff, deadline - time.monotonic())))
             if reply.reached and not await self._may_retry(deadline):
                 break
             self.statistics.retries += 1
-        return {name: [problem] * len(items) for name in self.rewards}
+        if len(self.urls) > 1:
+            for server in unanswered:
+                server.excused()
+        if unanswered and refusal.final:
+            return max(unanswered.values(), key=_scores_in)
+        return refusal.outcomes(self.rewards, len(items))
 
-    async def _server(self, failed: list[Server], deadline: float | None, asked: float) -> Server | None:
-        """A server that can take a request now, already counted as open; None when time is up.
+    async def _server(
+        self, failed: list[Server], deadline: float | None, asked: float, unanswered: Collection[Server]
+    ) -> Server | None:
+        """A server that can take a request now, already counted as open; None when time is up, or once no sound server
+        is left.
 
         Args:
             deadline: of the request; None before its first attempt.
+            unanswered: servers that had no answer to this request.
         """
         while True:
             now = time.monotonic()
             ends = deadline if deadline is not None else max(asked, self._progress) + self.options.timeout_s
-            if now >= ends:
+            if now >= ends or (unanswered and not self._balancer.has_sound(unanswered)):
                 return None
-            server, wait = self._balancer.choose(now, failed, ends)
+            server, wait = self._balancer.choose(now, failed, ends, unanswered)
             if server is not None:
                 server.sent(now)
                 return server
@@ -315,6 +332,17 @@ class RewardClient:
                 return False
             await asyncio.sleep(0.1)
         return True
+
+    def _try_beside(self, server: Server, items: list[RewardItem], request_id: str, deadline: float) -> None:
+        """Send the request of a sound server to one whose breaker half-opens, too. Only the state of the breaker
+        depends on its reply: a server that hangs would hold the request up."""
+        now = time.monotonic()
+        other = self._balancer.due(now) if server.sound else None
+        if other is not None and self._budget.take(now):
+            other.sent(now)
+            attempt = self._begin(other, items, request_id, deadline)
+            self._beside.add(attempt)  # the loop itself keeps only weak references
+            attempt.add_done_callback(self._beside.discard)
 
     async def _attempt_or_hedge(
         self, server: Server, items: list[RewardItem], request_id: str, deadline: float
@@ -369,12 +397,15 @@ class RewardClient:
             server.overtaken(time.monotonic() - started)
             raise
         now = time.monotonic()
+        alone = len(self.urls) == 1
+        if isinstance(reply, Refusal) and reply.columns is not None and alone:
+            reply = reply.columns  # nobody else would have an answer
         if not isinstance(reply, Refusal):
             server.answered(now - started, now)
             self._progress = now
-        elif reply.failure.code == "overloaded" or reply.retry_after_s:
+        elif reply.columns is None and (reply.failure.code == "overloaded" or reply.retry_after_s):
             server.held(now, reply.retry_after_s)
-        elif reply.failure.retryable:
+        elif not (reply.final and alone):
             server.failed(now)
         return reply
 
@@ -400,12 +431,14 @@ class RewardClient:
 
         async def ask(url: str) -> Columns:
             reply = await self._exchange.ask(url, numbered, uuid.uuid4().hex, time.monotonic() + self.options.timeout_s)
-            if isinstance(reply, Refusal):
-                return {name: [reply.failure] * len(items) for name in self.rewards}
-            return reply
+            return reply.outcomes(self.rewards, len(items)) if isinstance(reply, Refusal) else reply
 
         return dict(zip(self.urls, await asyncio.gather(*(ask(url) for url in self.urls)), strict=True))
 
     async def _info(self) -> dict[str, dict[str, Any]]:
         answers = await asyncio.gather(*(self._exchange.info(url) for url in self.urls))
         return {url: answer for url, answer in zip(self.urls, answers, strict=True) if answer}
+
+
+def _scores_in(columns: Columns) -> int:
+    return sum(isinstance(outcome, Score) for column in columns.values() for outcome in column)

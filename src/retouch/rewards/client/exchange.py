@@ -1,8 +1,8 @@
 """One exchange with a reward server: one request, and its outcomes or the reason for none; no retries.
 
-A reply must hold every item exactly once and no NaN or Inf, else its items are failures. A server is not trusted:
-replies are bounded and never decompressed, and the token, control characters and excess length are removed from its
-messages.
+A reply must hold every item exactly once and no NaN or Inf, else its items are failures. A reply without any answer is
+a `Refusal`, because another server may have one. A server is not trusted: replies are bounded and never decompressed,
+and the token, control characters and excess length are removed from its messages.
 """
 
 from __future__ import annotations
@@ -41,14 +41,29 @@ Columns = dict[str, list[Outcome]]
 """Reward name -> one outcome per item."""
 
 
+_OF_THE_ITEM = {"bad_item", "quarantined", "low_mass"}
+"""Codes of failures that every server would return for the item; those of other codes are the server's."""
+
+
 @dataclass(frozen=True)
 class Refusal:
-    """An attempt without a reply: the failure, and Retry-After in seconds."""
+    """An attempt without an answer: the failure, and Retry-After in seconds."""
 
     failure: Failure
     retry_after_s: float = 0.0
     reached: bool = True
     """Whether the server may have received the request; a refused connection costs it nothing."""
+    columns: Columns | None = None
+    """Outcomes of a whole reply: of the protocol, but without a score of some reward, or not of the protocol."""
+
+    @property
+    def final(self) -> bool:
+        """Whether the same server would reply the same again."""
+        return self.columns is not None or not self.failure.retryable
+
+    def outcomes(self, rewards: Sequence[str], count: int) -> Columns:
+        """The outcomes of `count` items."""
+        return self.columns or {name: [self.failure] * count for name in rewards}
 
 
 @dataclass(frozen=True)
@@ -213,7 +228,7 @@ class Exchange:
             )
         return self._clients[url]
 
-    async def _outcomes(self, body: bytes, count: int, url: str, until: float) -> Columns:
+    async def _outcomes(self, body: bytes, count: int, url: str, until: float) -> Columns | Refusal:
         """Check a reply against the request, and sort it."""
         try:
             reply = parse_reply(body)
@@ -226,12 +241,15 @@ class Exchange:
         for name, revision in revisions.items():
             self._note(url, name, revision)
         await self._keep_declared(url, revisions, until)
-        return {name: self._column(reply, name, url) for name in self._rewards}
+        columns = {name: self._column(reply, name, url) for name in self._rewards}
+        failure = _no_answer(columns)
+        return columns if failure is None else Refusal(failure, columns=columns)
 
-    def _bad_reply(self, url: str, error: BrokenMessage, count: int) -> Columns:
+    def _bad_reply(self, url: str, error: BrokenMessage, count: int) -> Refusal:
         problem = self._clean(f"{url}: {error}")
         logger.warning("%s", problem)
-        return {name: [Failure("bad_reply", problem)] * count for name in self._rewards}
+        failure = Failure("bad_reply", problem)
+        return Refusal(failure, columns={name: [failure] * count for name in self._rewards})
 
     def _refusal(self, url: str, status: int, headers: httpx.Headers, body: bytes) -> Refusal:
         retryable = status in _RETRY_STATUS
@@ -267,6 +285,16 @@ class Exchange:
             return Score(score.value, plain_detail(score.detail, self._token))
         except ValueError as error:
             return Failure("bad_reply", f"{who} has {error}")
+
+
+def _no_answer(columns: Columns) -> Failure | None:
+    """A failure of the server's, if no item has a score of some reward; items that are bad themselves say nothing."""
+    for column in columns.values():
+        failures = [outcome for outcome in column if isinstance(outcome, Failure)]
+        of_the_server = [failure for failure in failures if failure.code not in _OF_THE_ITEM]
+        if of_the_server and len(failures) == len(column):
+            return of_the_server[0]
+    return None
 
 
 def _text(body: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -27,7 +27,10 @@ class Limits:
         items: items of one request; more get 413.
         pixels: pixels of all images of one request; images beyond fail before they are decoded.
         all_pixels: decoded pixels of all open requests; a request beyond gets 429.
-        header_s: seconds for a request line with its headers to arrive; a slower connection is closed.
+        connections: open connections; with more, the oldest without a request that bears the token is closed.
+        header_s: seconds for a request line with its headers to arrive, and for the token; a slower connection is
+            closed.
+        reply_s: seconds for a reply to be taken; a slower connection is closed.
         body_s: seconds for a body to arrive; a slower one gets 408.
         idle_s: seconds between two chunks of a body.
         waiting: open requests; one more gets 429.
@@ -41,7 +44,9 @@ class Limits:
     items: int = 1024
     pixels: int = 256 * 1024 * 1024
     all_pixels: int = 512 * 1024 * 1024
-    header_s: float = 15.0
+    connections: int = 1024
+    header_s: float = 5.0
+    reply_s: float = 60.0
     body_s: float = 120.0
     idle_s: float = 15.0
     waiting: int = 64
@@ -149,18 +154,22 @@ class Authorize:
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
-        self._token = f"Bearer {token}".encode()
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/livez":
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            # the scheme is case-insensitive, and spaces may follow (RFC 9110, 11.4)
-            if given[:7].lower() == b"bearer ":
-                given = b"Bearer " + given[7:].lstrip(b" ")
-            if not hmac.compare_digest(given, self._token):
-                await error_reply(401, "a bearer token is required")(scope, receive, send)
-                return
+        if scope["type"] == "http" and scope["path"] != "/livez" and not bears(scope["headers"], self._token):
+            await error_reply(401, "a bearer token is required", close=True)(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+
+def bears(headers: Iterable[tuple[bytes, bytes]], token: str) -> bool:
+    """Whether headers with names in lower case bear the token."""
+    given = next((value for name, value in headers if name == b"authorization"), b"")
+    # the scheme is case-insensitive, and spaces may follow (RFC 9110, 11.4)
+    if given[:7].lower() == b"bearer ":
+        given = b"Bearer " + given[7:].lstrip(b" ")
+    return hmac.compare_digest(given, f"Bearer {token}".encode())
 
 
 def error_reply(status: int, message: str, retry_after: int | None = None, *, close: bool = False) -> JSONResponse:

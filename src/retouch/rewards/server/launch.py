@@ -6,7 +6,6 @@ import importlib.util
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,32 +13,25 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
-
-import httpx
 
 from retouch import plain_json
 from retouch.config.errors import nearest
 from retouch.disk import append_to
 from retouch.errors import ConfigError
-from retouch.rewards.addresses import LOOPBACK, TOKEN_VARIABLE, name_of, reward_token
+from retouch.rewards.addresses import LOOPBACK, TOKEN_VARIABLE, reward_token
 from retouch.rewards.client.endpoints import read_endpoints, write_endpoints
-from retouch.rewards.client.status import Status, readiness
 from retouch.rewards.devices import CPU, require, serve_argument
 from retouch.rewards.scorers import make_scorer
-from retouch.signals import ENDING, ignore_notices
+from retouch.rewards.server.supervisor import WATCH_S, Instance, Supervisor, backoff_s
+from retouch.signals import ignore_notices
 
 logger = logging.getLogger(__name__)
 
-_WATCH_S = 0.1
-_EARLY_S = 5.0  # a front that ends sooner than this after its start may never become ready
-_EARLY_DEATHS = 5
-_DRAIN_S = 40.0
-_STATUS_S = 1.0
-_ASK_S = 0.5
+_EARLY_S = 5.0  # a server that ends sooner than this after its start may do so again
 
 
 @dataclass(frozen=True)
@@ -135,161 +127,6 @@ def _given(devices: Sequence[str]) -> str:
     return f"--devices: given {','.join(devices)}"
 
 
-class Instance:
-    """A front process, and its port, which stays bound while the process is restarted: clients wait meanwhile.
-
-    Attributes:
-        local_url: where this machine reaches it.
-        status: "ready" or "failed", of this process, once it is known.
-    """
-
-    def __init__(self, listener: socket.socket, host: str, device: str, log: Path | None) -> None:
-        self.listener = listener
-        self.device = device
-        self.log = log
-        port = listener.getsockname()[1]
-        self.url = f"http://{name_of(host)}:{port}"
-        self.local_url = f"http://{_reachable_here(host)}:{port}"
-        self.process: subprocess.Popen[bytes] | None = None
-        self.early_deaths = 0
-        self.status: Status | None = None
-        self._started = 0.0
-        self._lock = threading.Lock()  # of `process` and `status`
-
-    def entry(self) -> dict[str, Any]:
-        """The entry of the endpoints file."""
-        log = {} if self.log is None else {"log": str(self.log)}
-        return {"url": self.url, "device": self.device, "pid": os.getpid(), **log}
-
-    def start(self, settings: Mapping[str, Any]) -> None:
-        """Start the front; it reads its settings from standard input, and ends when that ends."""
-        command = [sys.executable, "-P", "-m", "retouch.rewards.server.front"]
-        with ExitStack() as stack, self._lock:
-            stream = None
-            if self.log is not None:
-                self.log.parent.mkdir(parents=True, exist_ok=True)
-                stream = stack.enter_context(self.log.open("ab"))
-            # a session of its own: Ctrl-C is handled by the supervisor, which lets requests finish
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=stream,
-                stderr=stream,
-                pass_fds=[self.listener.fileno()],
-                start_new_session=True,
-            )
-            self.status = None
-        assert self.process.stdin is not None
-        line = {**settings, "listener": self.listener.fileno(), "device": self.device, "url": self.url}
-        with suppress(BrokenPipeError):  # it died already, which the supervisor notices
-            self.process.stdin.write(json.dumps(line).encode() + b"\n")
-            self.process.stdin.flush()
-        self._started = time.monotonic()
-
-    def ask(self) -> Status | None:
-        """Ask the front, and keep what it reports as `status` once its scorers are loaded or failed -> it, then."""
-        process = self.process
-        try:
-            found = readiness(self.local_url, _STATUS_S, direct=True)
-        except (httpx.RequestError, TimeoutError):  # it is being started
-            return None
-        with self._lock:
-            if found.status not in ("ready", "failed") or process is not self.process:
-                return None
-            self.status = found
-        return found
-
-    def died(self) -> bool:
-        """Whether the front has ended; counts consecutive deaths soon after the start."""
-        if self.process is None or self.process.poll() is None:
-            return False
-        early = time.monotonic() - self._started < _EARLY_S
-        self.early_deaths = self.early_deaths + 1 if early else 0
-        return True
-
-
-class Supervisor:
-    """Keeps every instance running until SIGINT or one of `ENDING`; then they finish their requests and end."""
-
-    def __init__(self, instances: Sequence[Instance], settings: Mapping[str, Any], *, watch_loading: bool) -> None:
-        """Args:
-        watch_loading: log when an instance is ready, and end when none of them can load its scorers.
-        """
-        self.instances = instances
-        self.settings = settings
-        self._stop = threading.Event()
-        self._watch_loading = watch_loading
-
-    def start(self) -> None:
-        for number in (signal.SIGINT, *ENDING):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup's choice, or that of a run for its own server
-                signal.signal(number, lambda *_: self._stop.set())
-        for one in self.instances:
-            one.start(self.settings)
-
-    def run(self) -> None:
-        """Raises:
-        ConfigError: an instance that repeatedly ends as soon as it is started, or no instance can load its scorers.
-        """
-        if self._watch_loading:  # in a thread: a server that is being started does not reply, and may take its time
-            threading.Thread(target=self._ask, daemon=True, name="loading-watch").start()
-        try:
-            while not self._stop.wait(_WATCH_S):
-                for one in self.instances:
-                    if one.died():
-                        self._again(one)
-                self._require_one_loads()
-        finally:
-            self._end()
-
-    def _again(self, one: Instance) -> None:
-        code = one.process.returncode if one.process else None
-        if one.early_deaths >= _EARLY_DEATHS:
-            raise ConfigError(
-                f"the reward server on {one.url} ends as soon as it is started (exit code {code}); see "
-                f"{one.log or 'the lines above'}"
-            )
-        logger.error("the server on %s ended (exit code %s); it is restarted", one.url, code)
-        one.start(self.settings)
-
-    def _ask(self) -> None:
-        """Log that an instance is ready or failed, once for each of its starts."""
-        while not self._stop.wait(_ASK_S):
-            for one in self.instances:
-                found = None if one.status is not None else one.ask()
-                if found is not None and found.status == "ready":
-                    logger.info("ready: %s", one.url)
-                elif found is not None and len(self._problems()) < len(self.instances):
-                    logger.error("%s cannot load its scorers: %s", one.url, found.problem)
-
-    def _problems(self) -> list[str]:
-        """Why scorers failed to load, one for each instance where they did."""
-        known = [one.status for one in self.instances]
-        return [status.problem for status in known if status is not None and status.status == "failed"]
-
-    def _require_one_loads(self) -> None:
-        problems = self._problems()
-        if len(problems) == len(self.instances):
-            log = self.instances[0].log
-            raise ConfigError(
-                f"the scorers cannot be loaded: {problems[0]}{'' if log is None else f'; the log is {log}'}"
-            )
-
-    def _end(self) -> None:
-        for one in self.instances:
-            one.listener.close()  # clients now get "connection refused"
-            if one.process:
-                one.process.terminate()
-        deadline = time.monotonic() + _DRAIN_S
-        for one in self.instances:
-            if one.process:
-                try:
-                    one.process.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    one.process.kill()
-                    one.process.wait()
-
-
 def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -301,12 +138,6 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from None
     listener.listen(2048)
     return listener
-
-
-def _reachable_here(host: str) -> str:
-    """Host of a listening address in a URL of this machine."""
-    every = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-    return every.get(host) or name_of(host)
 
 
 def _log_file(options: ServeOptions, listener: socket.socket) -> Path | None:
@@ -419,18 +250,19 @@ class LocalServer:
     def _keep(self) -> None:
         """Start the server again when it ends, except after its own error: clients are then refused."""
         early_deaths, started = 0, time.monotonic()
-        while not self._closing.wait(_WATCH_S):
+        while not self._closing.wait(WATCH_S):
             code = self._process.poll()
             if code is None:
                 continue
             if code >= 0 and not self._endpoints.exists():
                 return  # it ended with an error before it was up, which `urls` reports
             early_deaths = early_deaths + 1 if time.monotonic() - started < _EARLY_S else 0
-            if code == ConfigError.exit_code or early_deaths >= _EARLY_DEATHS:
+            if code == ConfigError.exit_code:
                 logger.error("the reward server ended (exit code %s) and is not restarted; see %s", code, self.log)
                 self._refuse()
                 return
             logger.error("the reward server ended (exit code %s); it is restarted, see %s", code, self.log)
+            self._closing.wait(backoff_s(early_deaths))
             started = time.monotonic()
             with suppress(OSError):  # no memory for a process: the next attempt follows
                 self._process = self._start()

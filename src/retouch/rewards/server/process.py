@@ -43,7 +43,9 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("retouch").setLevel(logging.INFO)
     return_memory_regularly()
-    channel = _Channel(socket.socket(fileno=int(sys.argv[1])))
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)  # programs that a scorer starts do not need it
+    channel = _Channel(connection)
     batches: queue.SimpleQueue[tuple[int, dict[str, Any], bytes]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, batches), daemon=True, name="frames").start()
     _, start, _ = batches.get()
@@ -105,6 +107,8 @@ def _read(channel: _Channel, batches: queue.SimpleQueue[tuple[int, dict[str, Any
     except (BrokenFrame, MemoryError, OSError) as error:
         logger.error("the front cannot be read (%s: %s); this worker ends", type(error).__name__, error)
     finally:  # also after a reset or half a frame
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # this process, and those that its scorers started
         os._exit(0)
 
 

@@ -6,7 +6,10 @@ loads them, and answers one batch at a time; before an answer it reports specs t
 A frame that was written in part ends the process, because the next bytes would be read as its rest. A reply carries the
 number of its batch, and one with another number ends the process too: no score can reach another item. The process
 answers a pulse every few seconds from a thread of its own, also while it scores; a process that is silent and
-takes no CPU time (stopped, frozen), also while a batch is being sent to it, is replaced.
+takes no CPU time (stopped, frozen), also while a batch is being sent to it, is replaced. So is one whose batches all
+raise, as after an error that spoils the state of a GPU.
+
+The process leads a process group, which ends with it: a helper that a scorer forked holds the socket and the memory.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ import asyncio
 import itertools
 import logging
 import os
+import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,13 +41,21 @@ from retouch.rewards.server.frames import (
     read_message,
     unpack_outcome,
 )
+from retouch.rewards.server.output import Allowance, pass_on
 from retouch.rewards.server.scoring import Scored, Work
+from retouch.types import Failure, Outcome
 
 logger = logging.getLogger(__name__)
 
 _HANG_S = 60.0  # a worker that works this long past every deadline of its batch is stuck
 _RESTART_S = 0.2
-_UNLOADED_DEATHS = 3  # in a row: a worker that dies this often while it loads will not load
+_RESTART_MAX_S = 30.0
+_UNLOADED_DEATHS = 3  # in a row: scorers that never were loaded, and at which it dies this often, cannot be
+_LAST_WORDS_S = 0.5  # to read what a process wrote before it ended
+_END_S = 5.0
+
+_RAISING_BATCHES = 5  # in a row: the process is replaced
+_RAISING_S = 60.0  # between two such replacements, doubled each time until a batch is scored
 
 _SLICE = 1024 * 1024  # bytes
 
@@ -105,16 +117,20 @@ class ProcessWorker:
     Args:
         scorers: name -> options, with `scorer` if the name is another.
         device: as in `--devices`: "cpu", or the number of a GPU.
+        was_ready: the scorers are known to be loadable; a process that fails is started again for ever.
     """
 
-    def __init__(self, scorers: Mapping[str, Mapping[str, Any]], device: str) -> None:
+    def __init__(self, scorers: Mapping[str, Mapping[str, Any]], device: str, was_ready: bool = False) -> None:
         self.scorers = {name: dict(options) for name, options in scorers.items()}
         self.device = device
         self.ready = False
         self.problem: str | None = None
         self.specs: Mapping[str, ScorerSpec] = {}
         self.restarts = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._was_ready = was_ready
+        self._process: asyncio.subprocess.Process | None = None
+        self._output = Allowance()
+        self._raising = Raising()
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -122,7 +138,7 @@ class ProcessWorker:
         self._numbers = itertools.count(NO_BATCH + 1)
         self._unanswered = 0
         self._ticks: int | None = None
-        self._sending = False
+        self._sending = self._loaded = False
 
     @property
     def pid(self) -> int:
@@ -135,7 +151,6 @@ class ProcessWorker:
         if self._supervisor:
             self._supervisor.cancel()
             await asyncio.gather(self._supervisor, return_exceptions=True)
-        self._end()
 
     async def score(self, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> Scored:
         if not self.ready or self._writer is None:
@@ -165,6 +180,9 @@ class ProcessWorker:
             self._kill()
             raise WorkerLost("the worker answered another batch")
         outcomes = {name: [unpack_outcome(row) for row in column] for name, column in message["outcomes"].items()}
+        if self._raising.too_often(outcomes):
+            logger.error("the scorers raised in %d batches in a row; the worker is replaced", _RAISING_BATCHES)
+            self._kill()
         return outcomes, Work(message["calls"], message["seconds"])
 
     async def _send(self, writer: asyncio.StreamWriter, frame: Sequence[memoryview]) -> None:
@@ -182,44 +200,74 @@ class ProcessWorker:
 
     async def _supervise(self) -> None:
         """Start it, read its messages until it ends, start it again."""
-        deaths = 0
+        attempts = deaths = 0
         while self.problem is None:
             self._replies = replies = asyncio.Queue[Reply | None]()
-            try:
-                await self._spawn()
-            except OSError as error:  # no memory or no process available at the moment
-                logger.error("the worker cannot be started: %s", error)
-                loaded = False
-            else:
-                pulse = asyncio.create_task(self._keep_pulse())
-                try:
-                    loaded = await self._listen(replies)
-                finally:
-                    pulse.cancel()
-            self.ready = False
-            replies.put_nowait(None)
-            code = self._end()
+            started, loaded, code = await self._live(replies)
             if self.problem is not None:
                 return
-            deaths = 0 if loaded else deaths + 1
-            if deaths >= _UNLOADED_DEATHS:
+            attempts = 0 if loaded else attempts + 1
+            deaths += started and not loaded
+            if deaths >= _UNLOADED_DEATHS and not self._was_ready:
                 self.problem = f"the worker ended {deaths} times while it loaded (exit code {code}); see the log"
                 logger.error("%s", self.problem)
                 return
-            logger.error("the worker ended (exit code %s); it is restarted", code)
-            self.restarts += 1
-            await asyncio.sleep(_RESTART_S * 2**deaths)
+            if started:
+                logger.error("the worker ended (exit code %s); it is restarted", code)
+                self.restarts += 1
+            await asyncio.sleep(min(_RESTART_MAX_S, _RESTART_S * 2 ** min(attempts, 10)))
 
-    async def _spawn(self) -> None:
+    async def _live(self, replies: asyncio.Queue[Reply | None]) -> tuple[bool, bool, int | None]:
+        """One process, from its start to its end -> whether it started, whether it loaded, and its exit code."""
+        self._loaded = started = False
+        code: int | None = None
+        tasks: list[asyncio.Task[Any]] = []
+        try:
+            process = await self._spawn()
+            started = True
+            listening, ended = asyncio.create_task(self._listen(replies)), asyncio.create_task(process.wait())
+            tasks += [listening, ended, asyncio.create_task(self._keep_pulse())]
+            await asyncio.wait({listening, ended}, return_when=asyncio.FIRST_COMPLETED)
+            # the end of the process counts, not that of the socket, which a helper of a scorer may hold open
+            await asyncio.wait({listening}, timeout=_LAST_WORDS_S)
+            if listening.done() and (error := listening.exception()) is not None:
+                logger.error("the worker's messages cannot be read (%s: %s)", type(error).__name__, error)
+        except Exception as error:  # no memory, handle, thread or process available at the moment
+            logger.error("the worker cannot be started: %s", error)
+        finally:
+            self.ready = False
+            for task in tasks:
+                task.cancel()
+            replies.put_nowait(None)
+            code = await self._end()
+        return started, self._loaded, code
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
         ours, theirs = socket.socketpair()
+        reading, writing = os.pipe()
         command = [sys.executable, "-P", "-m", "retouch.rewards.server.process", str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=worker_environment(self.device)
-        )
-        theirs.close()
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=writing,
+                stderr=writing,
+                env=worker_environment(self.device),
+                process_group=0,
+            )
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            pass_on(reading, self._output)
+        except BaseException:
+            ours.close()
+            os.close(reading)
+            raise
+        finally:
+            theirs.close()
+            os.close(writing)
         self._writer.write(pack(NO_BATCH, {"scorers": self.scorers, "device": torch_device(self.device)}))
         self._unanswered = 0
+        return self._process
 
     async def _keep_pulse(self) -> None:
         """Send pulses, and end the process after too many without an answer.
@@ -240,48 +288,89 @@ class ProcessWorker:
             if not self._sending:
                 self._writer.write(pack(NO_BATCH, PULSE))
 
-    async def _listen(self, replies: asyncio.Queue[Reply | None]) -> bool:
-        """Read messages until the process ends -> whether it had loaded."""
+    async def _listen(self, replies: asyncio.Queue[Reply | None]) -> None:
+        """Read messages until the socket ends."""
         assert self._reader is not None
-        loaded = False
         while True:
             try:
                 head = read_head(await self._reader.readexactly(HEAD_BYTES))
                 text, pixels = await self._reader.readexactly(head.text), await self._reader.readexactly(head.pixels)
                 message = read_message(head, text, pixels)
             except (asyncio.IncompleteReadError, ConnectionError):
-                return loaded
+                return
             except (BrokenFrame, MemoryError) as error:
                 logger.error("the worker's reply cannot be read (%s: %s); it is ended", type(error).__name__, error)
                 self._kill()
-                return loaded
+                return
             self._unanswered = 0
             if message == PULSE:
                 continue
             if "specs" in message:
                 self.specs = {name: _spec(fields) for name, fields in message["specs"].items()}
-                self.ready = loaded = message["ready"]
-            elif "problem" in message:
-                self.problem = message["problem"]
-            else:
+                self.ready = self._loaded = message["ready"]
+                self._was_ready |= self.ready
+            elif "problem" not in message:
                 replies.put_nowait((head.number, message))
+            elif self._was_ready:  # they were loaded before: memory, files or the network are missing at the moment
+                logger.error("the scorers cannot be loaded again: %s", message["problem"])
+            else:
+                self.problem = message["problem"]
 
     def _kill(self) -> None:
         self.ready = False
         if self._process:
-            self._process.kill()
+            _kill_group(self._process.pid)
 
-    def _end(self) -> int | None:
-        """Close the socket, which ends the process, and make sure of it."""
-        if self._writer:
-            self._writer.close()
-        if self._process is None:
+    async def _end(self) -> int | None:
+        """Close the socket, which ends the process, and make sure of it and of all that it started."""
+        process, writer = self._process, self._writer
+        self._process = self._writer = None
+        if writer:
+            writer.close()
+        if process is None:
             return None
-        try:
-            return self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+        for _ in range(2):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    await process.wait()
+            _kill_group(process.pid)
+        if process.returncode is None:  # within the driver of a GPU, for example
+            logger.error("the worker (pid %d) cannot be ended", process.pid)
+        return process.returncode
+
+
+class Raising:
+    """Counts batches in which the scorers raised for every item: a process that scores nothing is replaced, but not
+    again and again where that does not help."""
+
+    def __init__(self) -> None:
+        self._batches = 0
+        self._pause_s = 0.0
+        self._not_before = 0.0
+
+    def too_often(self, outcomes: Mapping[str, Sequence[Outcome]]) -> bool:
+        """Count a batch -> whether the process is to be replaced now."""
+        now = time.monotonic()
+        if not any(_all_raised(column) for column in outcomes.values()):
+            self._batches, self._pause_s = 0, 0.0
+            return False
+        self._batches += 1
+        if self._batches < _RAISING_BATCHES or now < self._not_before:
+            return False
+        self._batches = 0
+        self._pause_s = max(_RAISING_S, 2 * self._pause_s)
+        self._not_before = now + self._pause_s
+        return True
+
+
+def _all_raised(column: Sequence[Outcome]) -> bool:
+    return bool(column) and all(isinstance(one, Failure) and one.code == "scorer_error" for one in column)
+
+
+def _kill_group(pid: int) -> None:
+    """End a process and those that it started, if they are left."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS: of a group that has ended
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _cpu_ticks(pid: int) -> int | None:

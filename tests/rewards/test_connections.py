@@ -1,0 +1,208 @@
+"""Whoever can reach the port of a server, and has no token, keeps nobody out: with connections, headers, requests and
+bodies of every form."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from retouch.machine import MOST_HANDLES, raise_handle_limit
+from retouch.rewards.client.client import RewardClient
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.server.admission import Limits
+from retouch.types import Outcome, Score
+from tests.rewards import test_launch
+from tests.rewards.fakes import Brightness, brightness, item, items, serving, values
+from tests.rewards.test_launch import TOKEN, served
+from tests.rewards.test_server import as_json
+from tests.rewards.test_serving import read_to_the_end
+
+SECRET = "hunter2"
+CHUNKED = (
+    b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n%s\r\n"
+)
+
+
+def connect(url: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 5)
+
+
+@contextlib.contextmanager
+def many(url: str, count: int, first: bytes = b"") -> Iterator[list[socket.socket]]:
+    """Open connections, each of which sends `first`."""
+    opened: list[socket.socket] = []
+    try:
+        for _ in range(count):
+            opened.append(connect(url))
+            if first:
+                with contextlib.suppress(OSError):
+                    opened[-1].sendall(first)
+        yield opened
+    finally:
+        for one in opened:
+            one.close()
+
+
+HEADS = {
+    "nothing": b"",
+    "half a head": b"POST /score HTTP/1.1\r\nHost:",
+    "a huge head": b"GET /info HTTP/1.1\r\nX: " + b"x" * 15_000,
+    "a wrong token, and no body": b"POST /score HTTP/1.1\r\nHost: a\r\nAuthorization: no\r\nContent-Length: 9\r\n\r\n",
+    "requests that need none": b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n" * 50,
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_connections_without_the_token_keep_nobody_out(head: bytes) -> None:
+    """Four times as many as there may be; every one is closed within seconds."""
+    limits = Limits(connections=32, header_s=1.0)
+    with (
+        serving({"b": Brightness()}, token=SECRET, limits=limits) as url,
+        RewardClient([url], ["b"], token=SECRET) as client,
+    ):
+        client.score(items(1))
+        with many(url, 128, head) as opened:
+            started = time.monotonic()
+            for _ in range(4):
+                assert values(client.score(items(4))["b"]) == [brightness(one) for one in items(4)]
+            assert time.monotonic() - started < 5
+            for one in opened:
+                read_to_the_end(one)  # a timeout where it stays open
+        assert client.statistics.retries == 0
+
+
+def test_a_known_connection_does_not_give_way() -> None:
+    """A slow upload of a client with the token, among strangers."""
+    with serving({"b": Brightness()}, token=SECRET, limits=Limits(connections=8)) as url, connect(url) as known:
+        known.sendall(CHUNKED % f"Authorization: Bearer {SECRET}\r\n".encode())
+        time.sleep(0.2)
+        with many(url, 64):
+            known.sendall(b"2\r\n{}\r\n0\r\n\r\n")
+            assert known.recv(9999).startswith(b"HTTP/1.1 422")
+
+
+def test_a_wrong_token_ten_thousand_times(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving({"b": Brightness()}, token=SECRET) as url:
+        head = b"GET /info HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer wrong\r\n\r\n"
+
+        def ask(_: int) -> bytes:
+            with connect(url) as one:
+                one.sendall(head * 10)
+                return read_to_the_end(one)
+
+        with ThreadPoolExecutor(4) as pool:
+            for reply in pool.map(ask, range(1000)):
+                assert reply.count(b"HTTP/1.1 401") == 1  # the first ends the connection
+        assert httpx.get(f"{url}/livez", trust_env=False).status_code == 200
+    assert len("".join(capfd.readouterr())) < 10_000
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["with the token", "without"])
+def test_chunks_of_one_byte_do_not_hold_the_loop(known: bool) -> None:
+    """A body of them held it for 2 s."""
+    authorization = f"Authorization: Bearer {SECRET}\r\n".encode() if known else b""
+    with serving({"b": Brightness()}, token=SECRET) as url, connect(url) as hostile, connect(url) as other:
+        with contextlib.suppress(OSError):  # without the token it is closed
+            hostile.sendall(CHUNKED % authorization + b"1\r\nx\r\n" * 40_000)
+        longest = 0.0
+        for _ in range(20):
+            started = time.monotonic()
+            other.sendall(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n")
+            reply = b""
+            while not reply.endswith(b"}"):
+                reply += other.recv(9999)
+            assert reply.startswith(b"HTTP/1.1 200")
+            longest = max(longest, time.monotonic() - started)
+            if not known:
+                break
+        if known:
+            hostile.sendall(b"0\r\n\r\n")
+            assert hostile.recv(9999).startswith(b"HTTP/1.1 422")
+    assert longest < 0.5
+
+
+def test_a_body_in_chunks_is_whole() -> None:
+    """Slices end in the middle of chunks."""
+    body = json.dumps({**as_json(items(8)), "rewards": ["b"]}).encode()
+    with serving({"b": Brightness()}) as url:
+        for size in (1, 7, 4096, 100_000):
+            chunks = (body[i : i + size] for i in range(0, len(body), size))
+            reply = httpx.post(
+                f"{url}/score",
+                content=chunks,
+                headers={"Content-Type": "application/json"},
+                trust_env=False,
+                timeout=30,
+            )
+            found = [one["scores"]["b"]["value"] for one in reply.json()["items"]]
+            assert found == [brightness(one) for one in items(8)]
+
+
+def test_requests_in_one_piece_are_all_answered() -> None:
+    with serving({"b": Brightness()}) as url, connect(url) as one:
+        one.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 2000)
+        received = b""
+        while received.count(b"HTTP/1.1 200") < 2000:
+            received += one.recv(65536)
+
+
+class Verbose(Brightness):
+    def one(self, item: RewardItem) -> Outcome:
+        return Score(brightness(item), {"text": "x" * 9000})
+
+
+@pytest.mark.parametrize("takes", [True, False], ids=["slowly", "never"])
+def test_a_reply_that_nobody_takes_ends_its_connection(takes: bool) -> None:
+    """Of 9 MB, more than a socket buffers."""
+    body = json.dumps({**as_json([item(0, id=i) for i in range(1000)]), "rewards": ["b"]}).encode()
+    head = b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with serving({"b": Verbose()}, limits=Limits(reply_s=3.0)) as url, socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.settimeout(20)
+        one.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        one.sendall(head % len(body) + body)
+        received = len(one.recv(4096))
+        time.sleep(0.2 if takes else 6.0)
+        with contextlib.suppress(ConnectionError):
+            while (takes and received < 9_000_000) or not takes:
+                received += len(chunk := one.recv(1 << 20))
+                if not chunk:
+                    break
+        assert (received > 9_000_000) == takes
+        assert httpx.get(f"{url}/livez", trust_env=False).status_code == 200
+
+
+def test_the_limit_of_handles_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"now": (1024, 20_000)}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.update(now=new))
+    assert raise_handle_limit() == 20_000 and limits["now"] == (20_000, 20_000)
+    assert raise_handle_limit() == 20_000
+    limits["now"] = (256, resource.RLIM_INFINITY)
+    assert raise_handle_limit() == MOST_HANDLES and limits["now"] == (MOST_HANDLES, resource.RLIM_INFINITY)
+
+
+def test_more_idle_connections_than_handles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose limits are low, soft and hard: 64 images are scored, and the log stays short."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nulimit -Sn 128\nulimit -Hn 256\nexec '{sys.executable}' \"$@\"\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(test_launch, "SERVE", (str(python), *test_launch.SERVE[1:]))
+    logs = tmp_path / "logs"
+    with served(tmp_path, "jpeg_size", "--log-dir", str(logs), **{TOKEN: SECRET}) as one:
+        with many(one.url, 400), RewardClient([one.url], ["jpeg_size"], token=SECRET) as client:
+            started = time.monotonic()
+            found = values(client.score(items(64))["jpeg_size"])
+            assert all(isinstance(value, float) for value in found) and time.monotonic() - started < 10
+        assert one.get("/livez").status_code == 200
+        assert sum(path.stat().st_size for path in logs.iterdir()) < 200_000

@@ -1,0 +1,334 @@
+"""A server that was ready once becomes ready again: after helpers that outlive a worker, while handles, memory or a
+device are missing, and after an error that spoils its process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retouch.config import ConfigError
+from retouch.rewards.client.status import Status
+from retouch.rewards.server import supervisor as supervisor_module
+from retouch.rewards.server import worker as worker_module
+from retouch.rewards.server.output import Allowance, FewRepeats, pass_on
+from retouch.rewards.server.supervisor import Instance, Supervisor, backoff_s
+from retouch.types import Failure, Score
+from tests.rewards.fakes import item, items, until, values
+from tests.rewards.test_launch import alive
+from tests.rewards.test_supervision import working
+
+Trial = Callable[[worker_module.ProcessWorker], Awaitable[None]]
+
+
+def with_worker(name: str, trial: Trial) -> None:
+    """Run a trial of a worker with a scorer of `user_scorers`."""
+
+    async def run() -> None:
+        worker = worker_module.ProcessWorker({"fn": {"fn": f"tests.rewards.user_scorers:{name}"}}, "cpu")
+        await worker.start()
+        try:
+            await trial(worker)
+        finally:
+            await worker.stop()
+
+    asyncio.run(run())
+
+
+async def scores(worker: worker_module.ProcessWorker, *batch: Any) -> list[Any]:
+    outcomes, _ = await worker.score(["fn"], list(batch), [time.monotonic() + 30] * len(batch))
+    return outcomes["fn"]
+
+
+async def came_true(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def open_handles() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_RESTART_S", 0.01)
+
+
+# --- the worker ---
+
+
+def test_a_helper_that_a_scorer_forked_keeps_no_worker_from_its_restart() -> None:
+    """It holds the socket, whose end never comes; and it ends with the worker."""
+
+    async def trial(worker: worker_module.ProcessWorker) -> None:
+        await working(worker)
+        (score,) = await scores(worker, item(0))
+        helper, before = int(score.detail["pid"]), worker.pid
+        assert alive(helper)
+        os.kill(before, signal.SIGKILL)
+        await came_true(lambda: worker.ready and worker.pid != before)
+        await came_true(lambda: not alive(helper))
+        (score,) = await scores(worker, item(0))
+        await worker.stop()
+        await came_true(lambda: not alive(int(score.detail["pid"])))
+
+    with_worker("forks", trial)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(24, "Too many open files"), BlockingIOError(11, "fork"), RuntimeError("thread")]
+)
+@pytest.mark.usefixtures("_soon")
+def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Three attempts in 1.4 s ended the server, before it was ever ready."""
+    spawn, failed = asyncio.create_subprocess_exec, 0
+
+    async def short(*arguments: Any, **options: Any) -> Any:
+        nonlocal failed
+        failed += 1
+        if failed <= 5:
+            raise error
+        return await spawn(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", short)
+
+    async def trial(worker: worker_module.ProcessWorker) -> None:
+        handles = open_handles()
+        await came_true(lambda: failed == 5)
+        assert open_handles() <= handles + 4  # those of the attempt, and none of the others
+        await working(worker)
+        assert worker.problem is None and values(await scores(worker, item(0))) == [0.5]
+
+    with_worker("spoilt", trial)
+
+
+@pytest.mark.parametrize("how", ["dies", "raises"])
+@pytest.mark.usefixtures("_soon")
+def test_a_server_that_was_ready_is_not_given_up(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Four deaths in 2.7 s ended it: one, and three while it was loading again."""
+    told = tmp_path / "fails"
+    monkeypatch.setenv("FAILS_WHILE", str(told))
+    monkeypatch.setattr(worker_module, "_RESTART_MAX_S", 0.02)
+
+    async def trial(worker: worker_module.ProcessWorker) -> None:
+        await working(worker)
+        told.write_text(how)
+        os.kill(worker.pid, signal.SIGKILL)
+        await came_true(lambda: worker.restarts >= 5)
+        assert worker.problem is None and not worker.ready
+        told.unlink()
+        await working(worker)
+        assert values(await scores(worker, item(0))) == [0.5]
+
+    with_worker("FailsWhile", trial)
+
+
+def test_the_end_of_a_worker_does_not_hold_the_loop_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped, and does not notice that its socket ends."""
+    monkeypatch.setattr(worker_module, "_END_S", 1.5)
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - before)
+
+    async def trial(worker: worker_module.ProcessWorker) -> None:
+        await working(worker)
+        pid = worker.pid
+        os.kill(pid, signal.SIGSTOP)
+        ticking = asyncio.create_task(tick())
+        await worker.stop()
+        ticking.cancel()
+        assert not alive(pid)
+
+    with_worker("spoilt", trial)
+    assert 0 < longest < 1.0
+
+
+def test_a_worker_whose_batches_all_raise_is_replaced() -> None:
+    async def trial(worker: worker_module.ProcessWorker) -> None:
+        await working(worker)
+        before = worker.pid
+        assert values(await scores(worker, item(0))) == [0.5]
+        for batch in range(worker_module._RAISING_BATCHES):
+            assert worker.pid == before
+            found = await scores(worker, item(0, metadata={"spoils": batch == 0}))
+            assert values(found) == ["scorer_error"]
+        await came_true(lambda: worker.ready and worker.pid != before)
+        assert values(await scores(worker, *items(3))) == [0.5] * 3
+
+    with_worker("spoilt", trial)
+
+
+def test_a_worker_that_raises_again_is_replaced_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scorers may be wrong: loading takes minutes, and helps nothing."""
+    clock = 1000.0
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: clock)
+    raised, scored = {"a": [Score(0.5)], "b": [Failure("scorer_error", "no")]}, {"a": [Score(0.5)], "b": [Score(0.5)]}
+    bad = {"a": [Failure("bad_item", "no")], "b": [Failure("bad_item", "no"), Failure("scorer_error", "no")]}
+    raising, replaced = worker_module.Raising(), list[float]()
+    for _ in range(600):
+        clock += 1.0
+        if raising.too_often(raised):
+            replaced.append(clock - 1000.0)
+    assert replaced == [5.0, 65.0, 185.0, 425.0]
+    assert not raising.too_often(scored) and not any(raising.too_often(raised) for _ in range(4))
+    assert not raising.too_often(bad) and not any(raising.too_often(raised) for _ in range(4))
+
+
+# --- instances ---
+
+
+@pytest.fixture
+def instances() -> Any:
+    with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
+        made = [Instance(one, "127.0.0.1", "cpu", None) for one in (a, b)]
+        yield made
+        for one in made:
+            if one.process is not None:
+                one.process.kill()
+                one.process.wait()
+
+
+def test_attempts_become_rarer() -> None:
+    assert [backoff_s(n) for n in (0, 1, 2, 3, 7, 8, 5000)] == [0.0, 0.0, 0.8, 1.6, 25.6, 30.0, 30.0]
+
+
+def test_an_instance_that_was_ready_is_started_for_ever(
+    instances: list[Instance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was not is given up after five early deaths."""
+    monkeypatch.setattr(supervisor_module.sys, "executable", "/bin/false")
+    monkeypatch.setattr(supervisor_module, "_BACKOFF_S", 0.0)
+    supervisor = Supervisor(instances[:1], {}, watch_loading=False)
+    one = instances[0]
+    for was_ready in (True, False):
+        one.was_ready, one.early_deaths = was_ready, 0
+        one.start({})
+        for death in range(1, 9):
+            assert one.process is not None
+            one.process.wait()
+            assert one.died() and not one.died()
+            if not was_ready and death == 5:
+                with pytest.raises(ConfigError, match="ends as soon as it is started"):
+                    supervisor._report(one)
+                break
+            supervisor._report(one)
+            until(lambda: one.start_if_due({}) or one.process is None or one._start_at is None)
+        assert was_ready or death == 5
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise OSError(12, "Cannot allocate memory")
+
+
+def test_no_memory_for_a_front_is_no_end(instances: list[Instance], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = instances[0]
+    monkeypatch.setattr(supervisor_module.sys, "executable", "/bin/true")
+    one.start({})
+    assert one.process is not None
+    one.process.wait()
+    assert one.died()
+    with monkeypatch.context() as short:
+        short.setattr(
+            supervisor_module.subprocess, "Popen", lambda *_, **__: (_ for _ in ()).throw(OSError(12, "no memory"))
+        )
+        one.start_if_due({})
+        assert one._start_at is not None and one._start_at > time.monotonic()
+    one._start_at = 0.0
+    one.start_if_due({})
+    assert one._start_at is None
+
+
+def test_an_instance_that_failed_to_load_what_another_has_loaded_is_started_again(instances: list[Instance]) -> None:
+    failed, sound = instances
+    failed.start({"scorers": {}, "token": None, "limits": {}})
+    supervisor = Supervisor(instances, {}, watch_loading=True)
+    failed.status = Status("failed", "no memory on the device")
+    supervisor._retry_failed()
+    assert failed.process is not None and failed.process.poll() is None  # nobody knows whether they can be loaded
+    sound.was_ready = True
+    supervisor._retry_failed()
+    failed.process.wait(30)
+    assert failed.was_ready and failed.status is None
+
+
+# --- what is written ---
+
+
+def test_lines_that_repeat_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+    monkeypatch.setattr("retouch.rewards.server.output.time.monotonic", lambda: clock)
+    few, passed = FewRepeats(), list[str]()
+
+    def line(number: int, message: str, *values: Any) -> None:
+        record = logging.LogRecord("x", logging.ERROR, "module.py", number, message, values, None)
+        if few.filter(record):
+            passed.append(record.getMessage())
+
+    for count in range(1000):
+        line(1, "socket %d failed", count)
+        line(2, f"another {count % 2}") if count < 4 else None
+    assert len(passed) == 10 + 4
+    clock = 61.0
+    line(1, "socket %d failed", 7)
+    assert passed[-1] == "socket 7 failed (990 more such lines were left out)"
+    for number in range(5000):
+        line(number + 10, "peers cannot fill the memory")
+    assert len(few._kinds) <= 1000
+
+
+def test_the_output_of_scorers_is_bounded_and_its_end_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    """21 MB went to a log."""
+
+    async def trial(worker: worker_module.ProcessWorker) -> None:
+        await working(worker)
+        await scores(worker, *items(8))
+        with pytest.raises(worker_module.WorkerLost):
+            await scores(worker, item(0, metadata={"last": True}))
+        await came_true(lambda: "the reason of the end" in read())
+        await asyncio.sleep(0.1)
+
+    written = ""
+
+    def read() -> str:
+        nonlocal written
+        written += capfd.readouterr().err
+        return written
+
+    with_worker("prints", trial)
+    until(lambda: not any(thread.name == "worker-output" for thread in threading.enumerate()))
+    assert "bytes of the scorers' output were left out]" in read() and 500_000 < len(written) < 1_300_000
+
+
+def test_an_allowance_is_refilled(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+    monkeypatch.setattr("retouch.rewards.server.output.time.monotonic", lambda: clock)
+    allowance = Allowance()
+    assert allowance.take(1024 * 1024) and not allowance.take(1)
+    clock = 10.0
+    assert allowance.take(40 * 1024) and not allowance.take(4096)
+    clock = 1e6
+    assert allowance.take(1024 * 1024) and not allowance.take(1)
+
+
+def test_output_that_nobody_takes_stops_no_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader of the server's own output is gone."""
+    monkeypatch.setattr("retouch.rewards.server.output.os.write", lambda *_: (_ for _ in ()).throw(BrokenPipeError()))
+    reading, writing = os.pipe()
+    pass_on(reading, Allowance())
+    with os.fdopen(writing, "wb") as stream:
+        stream.write(b"x" * 500_000)  # more than a pipe holds
