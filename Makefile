@@ -9,10 +9,12 @@ SOURCES := src tests examples benchmarks tools
 # The networks of the tests are tiny: one thread for each test process. Compiled modules are kept: tests start programs.
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS := -n auto --dist worksteal
-EVERYTHING := -m "not gpu"
+# Processor seconds of each test, and the names of those that belong to another tier (tests/tiers.py).
+RECORD = --record-durations .venv/durations-$@.json
+DAILY := not slow and not full and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all trust audit environments test-slow test-deepspeed test-gpu lint style types docs mutants clean
+.PHONY: help demo test test-ci test-rest test-all trust audit environments test-slow test-deepspeed test-gpu lint style types docs mutants clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -20,11 +22,17 @@ help: ## List the targets
 demo: .venv/.runtime ## Train a tiny inpainting model to write words, on a CPU
 	$(BIN)/python examples/demo.py
 
-test: .venv/.installed style ## Run make lint and every fast test
-	@$(call beside_types,$(TEST) $(WORKERS))
+test: .venv/.installed style ## Run make lint and every fast test (minutes)
+	@$(call beside_types,$(TEST) $(WORKERS) $(RECORD) -m "$(DAILY) and not ci")
+
+test-ci: .venv/.installed style ## Run make lint and what CI runs: every test that takes seconds
+	@$(call beside_types,$(TEST) $(WORKERS) $(RECORD))
+
+test-rest: .venv/.installed ## Run what make test-ci runs and make test does not
+	$(TEST) $(WORKERS) $(RECORD) -m "$(DAILY) and ci"
 
 test-all: .venv/.installed style ## Run every test that needs no GPU (hours), before a release
-	@$(call beside_types,$(TEST) $(WORKERS) $(EVERYTHING))
+	@$(call beside_types,$(TEST) $(WORKERS) -m "not gpu")
 
 # A command while the types are checked; fails if either does.
 beside_types = $(MAKE) --no-print-directory types > .venv/types.log 2>&1 & types=$$!; \

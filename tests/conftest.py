@@ -23,7 +23,7 @@ from retouch.tiny.signs import (
     draw_words,
     write_signs,
 )
-from tests import forked, remembered
+from tests import forked, remembered, tiers
 from tests.command_line import retouch
 from tests.families.facts import text_length
 
@@ -34,10 +34,16 @@ settings.register_profile("full", max_examples=200, deadline=None)
 _CACHE = tempfile.TemporaryDirectory(prefix="retouch-cache-")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", metavar="FILE", help="write the processor seconds of every test to FILE")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Only the tests under tests/cuda see a GPU (`make test-gpu`): the others compare with what a CPU computes. What
     is remembered of checked data, and of the runs that were trained, is kept out of the home of whoever runs them."""
     os.environ["XDG_CACHE_HOME"] = os.environ["XDG_STATE_HOME"] = _CACHE.name
+    if recorded := config.getoption("--record-durations"):
+        config.pluginmanager.register(tiers.Recorder(Path(recorded)))
     settings.load_profile("fast" if "not full" in config.option.markexpr else "full")
     if "gpu" not in config.option.markexpr or "not gpu" in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before the server imports torch, whose forks the workers are
@@ -55,8 +61,10 @@ LONG = ("tests/distributed/", "tests/test_secrets.py", "tests/algorithms/test_ki
 """Tests that wait for other processes for many seconds each."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """These first: at the end, the last of them would keep the other workers waiting."""
+    tiers.mark(items)
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 

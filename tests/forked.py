@@ -34,6 +34,9 @@ PRELOADED = "tests.forked_imports"
 """Imports what the programs need; the server does so once."""
 
 
+cpu_seconds = 0.0
+"""Processor seconds of the programs that ended without being killed: the server waits for them, not this process."""
+
 LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")
 
 
@@ -61,7 +64,7 @@ def run(
     context = multiprocessing.get_context("forkserver")
     _ensure_server()
     with tempfile.TemporaryDirectory(prefix="retouch-output-") as folder:
-        files = [Path(folder, name) for name in ("out", "err")]
+        files = [Path(folder, name) for name in ("out", "err", "cpu")]
         environment = dict(os.environ if env is None else env)
         options = (list(command[1:]), environment, str(cwd or Path.cwd()), [str(file) for file in files], anew)
         process = context.Process(target=_begin, args=options)
@@ -71,7 +74,10 @@ def run(
         if late:
             _kill(process.pid)
             process.join()
-        out, err = (file.read_text(encoding="utf-8", errors="replace") for file in files)
+        out, err = (file.read_text(encoding="utf-8", errors="replace") for file in files[:2])
+        if files[2].exists():
+            global cpu_seconds
+            cpu_seconds += float(files[2].read_text(encoding="utf-8") or 0)
         code = process.exitcode
         process.close()
     if late:
@@ -173,7 +179,10 @@ def _begin(arguments: list[str], environment: dict[str, str], folder: str, files
     if anew:
         for module in [name for name in sys.modules if name.split(".")[0] == "retouch"]:
             del sys.modules[module]
-    _become(arguments)
+    try:
+        _become(arguments)
+    finally:
+        Path(files[2]).write_text(str(sum(os.times()[:4])), encoding="utf-8")
 
 
 def _keep_what_the_server_made() -> None:

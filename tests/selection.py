@@ -1,4 +1,4 @@
-"""Which cells of a product the default run takes: mostly so many that every two values meet. `make test-all` takes the
+"""Which cells of a product `make test-ci` takes: mostly so many that every two values meet. `make test-all` takes the
 rest."""
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ def default(values: Iterable[Any], chosen: Callable[[Any], bool]) -> list[Any]:
     return [value if chosen(value) else pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
-def cells(rows: Iterable[Sequence[Hashable]], strength: int = 2) -> list[Any]:
+def cells(
+    rows: Iterable[Sequence[Hashable]], strength: int = 2, fast: Collection[Sequence[Hashable]] = ()
+) -> list[Any]:
     """Arguments of `parametrize` with several values each; those beyond a cover are marked `full`. Of strength 1,
-    every value is in some row of the cover."""
+    every value is in some row of the cover. Those in `fast` are in `make test`, whatever they cost."""
     rows = list(rows)
-    chosen = covering(rows, strength)
-    return [row if row in chosen else pytest.param(*row, marks=pytest.mark.full) for row in rows]
+    marks = dict.fromkeys(rows, pytest.mark.full)
+    marks |= dict.fromkeys(covering(rows, strength), None) | dict.fromkeys(fast, pytest.mark.fast)
+    return [pytest.param(*row, marks=[mark] if (mark := marks[row]) else []) for row in rows]
 
 
 def rows(given: Iterable[tuple[Any, ...]], chosen: Collection[tuple[Any, ...]]) -> list[Any]:

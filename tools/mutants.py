@@ -1,9 +1,11 @@
 """Break the package on purpose, one named fault at a time, and see that the tests notice: `make mutants`.
 
     python tools/mutants.py [NAME ...] [--jobs N] [--verbose]
+    python tools/mutants.py --tier      # how many have a test in `make test`
 
 The faults stand in mutants.toml. Each gets its own copy of the sources, and only its own tests run. A fault that
-survives is a missing test; one whose text is no longer in its file is stale. Either ends with exit code 1.
+survives is a missing test; one whose piece of code is in no function, or in several places, is stale. Either ends with
+exit code 1.
 """
 
 from __future__ import annotations
@@ -18,10 +20,17 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.tiers import expensive, read
+from tools.fragments import Place, Tree, locate, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tools" / "mutants.toml"
@@ -43,20 +52,33 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: one replacement in a file of the package, and the tests that must see it."""
+    """A fault: a piece of code of one function, what stands there instead, and the tests that must see it."""
 
     name: str
-    file: str
     old: str
     new: str
     tests: tuple[str, ...]
+    function: str = ""
+    """Qualified name of the function or class; none for code outside of them."""
 
-    def path(self, root: Path) -> Path:
-        return root / "src" / "retouch" / self.file
+    def places(self, root: Path) -> list[tuple[Tree, Place]]:
+        """Where the code stands in the package; see `tools.fragments`."""
+        return locate(package(root), self.function, parsed(self.old, self.new)[0])
 
-    def apply(self, root: Path) -> None:
-        path = self.path(root)
-        path.write_text(path.read_text(encoding="utf-8").replace(self.old, self.new), encoding="utf-8")
+    def broken(self, root: Path) -> tuple[Path, str]:
+        """The file below `root` that holds the code, and its text with the fault."""
+        path = self.places(root)[0][0].path
+        file = Tree(path)  # parsed again, since it is changed
+        old, new = parsed(self.old, self.new)
+        [(_, place)] = locate([file], self.function, old)
+        place.replace(new)
+        return path.relative_to(root), ast.unparse(ast.fix_missing_locations(file.module)) + "\n"
+
+
+@cache
+def package(root: Path) -> tuple[Tree, ...]:
+    """The files of the package below `root`."""
+    return tuple(Tree(path) for path in sorted((root / "src/retouch").rglob("*.py")))
 
 
 @dataclass(frozen=True)
@@ -81,11 +103,15 @@ def load(path: Path = LIST) -> list[Mutant]:
 def problems(mutant: Mutant, root: Path = ROOT) -> list[str]:
     """Why an entry cannot be used."""
     found: list[str] = []
-    path = mutant.path(root)
-    count = path.read_text(encoding="utf-8").count(mutant.old) if path.is_file() else 0
-    if count != 1:
-        found.append(f"{mutant.file} holds the text {count} times, not once: {mutant.old.strip().splitlines()[0]}")
-    if mutant.old == mutant.new or not mutant.tests:
+    try:
+        places = mutant.places(root)
+        changes = ast.dump(ast.parse(mutant.old)) != ast.dump(ast.parse(mutant.new))
+    except SyntaxError as error:
+        return [f"is no Python: {error}"]
+    if len(places) != 1:
+        where = mutant.function or "the package"
+        found.append(f"{where} holds the code {len(places)} times, not once: {mutant.old.strip().splitlines()[0]}")
+    if not changes or not mutant.tests:
         found.append("changes nothing, or names no test")
     return found + [f"no test {test}" for test in mutant.tests if not exists(test, root)]
 
@@ -132,7 +158,8 @@ def judge(mutant: Mutant, original: Path) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         root = Path(folder).resolve()
         copy_tree(original, root)
-        mutant.apply(root)
+        path, text = mutant.broken(original)
+        (root / path).write_text(text, encoding="utf-8")
         code, output = run_tests(root, mutant.tests)
     result = {FAILED: "killed", PASSED: "SURVIVED"}.get(code, "BROKEN")
     return Verdict(mutant.name, result, time.monotonic() - started, reason(output))
@@ -151,13 +178,24 @@ def chosen(names: Sequence[str], mutants: Sequence[Mutant]) -> list[Mutant]:
     return [mutant for mutant in mutants if not names or mutant.name in names]
 
 
+def in_fast_tier(mutant: Mutant, record: Mapping[str, float]) -> bool:
+    """Whether `make test` runs a test of the mutant, or some of its cases."""
+    return any(not expensive(test, record) for test in mutant.tests)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Break the package on purpose; the tests must notice.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run; all without any")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
     parser.add_argument("--verbose", action="store_true", help="say what each test saw")
+    parser.add_argument("--tier", action="store_true", help="count the mutants that have a test in `make test`")
     arguments = parser.parse_args()
     mutants = chosen(arguments.names, load())
+    if arguments.tier:
+        record = read()
+        slow = [mutant.name for mutant in mutants if not in_fast_tier(mutant, record)]
+        print(*slow, f"{len(mutants) - len(slow)} of {len(mutants)} mutants have a test in `make test`", sep="\n")
+        return
     stale = [f"{mutant.name}: {problem}" for mutant in mutants for problem in problems(mutant)]
     if stale:
         sys.exit("stale entries in tools/mutants.toml:\n  " + "\n  ".join(stale))

@@ -14,7 +14,7 @@ from torch import Tensor
 from retouch.config import RunConfig
 from retouch.families import FAMILIES
 from retouch.observe.run_dir import read_metrics
-from tests.selection import cells
+from tests.selection import cells, covering
 from tests.tiny_models import WITH_BASE, tiny_model
 
 from .runs import Config, Use, brightness, labelled, of_kind, same_weights, train, weights
@@ -83,7 +83,7 @@ def guidance_of(family: str) -> float:
     return 1.0 if facts.doubles_for_guidance else facts.guidance_scale
 
 
-@pytest.mark.parametrize(("family", "algorithm", "kind"), cells(CELLS))
+@pytest.mark.parametrize(("family", "algorithm", "kind"), cells(CELLS, fast=covering(CELLS, 1)))
 def test_a_cell_trains_and_resumes_bitwise(
     family: str, algorithm: str, kind: str, config: Config, scripted: Use, signs: Path
 ) -> None:

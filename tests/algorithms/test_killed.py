@@ -72,7 +72,9 @@ def run_file(folder: Path, signs: Path, family: str, algorithm: str, kind: str) 
     return path
 
 
-@pytest.mark.parametrize(("family", "algorithm", "kind"), cells(CELLS, strength=1))
+@pytest.mark.parametrize(
+    ("family", "algorithm", "kind"), cells(CELLS, strength=1, fast=[("flux_fill", "grpo", "lora")])
+)
 def test_a_killed_run_continues_bitwise(family: str, algorithm: str, kind: str, signs: Path, tmp_path: Path) -> None:
     path = run_file(tmp_path, signs, family, algorithm, kind)
     whole = run_child("nowhere", 0, [str(path), "name=whole"])

@@ -157,6 +157,7 @@ def run_yaml(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.fast
 def test_two_ranks_train_as_one_process_does(run_yaml: Path) -> None:
     """Of the same global batch: equal weights on both ranks, and those of one process within rounding. The two share
     the server that scores, and it ends with them."""

@@ -1,0 +1,99 @@
+"""The tiers: what `make test` takes, and that the list of expensive tests is about tests that exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tools.durations import listed, smallest
+from tools.mutants import exists, in_fast_tier, load
+
+from retouch.algorithms import ALGORITHMS
+from retouch.families import FAMILIES
+from tests import tiers
+from tests.algorithms import test_cells
+from tests.selection import cells, covering
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_list_names_tests_that_exist() -> None:
+    """A test that was renamed would be in `make test` again, whatever it costs."""
+    missing = [test for test in tiers.read() if not exists(test, ROOT)]
+    assert not missing, "run: make test-ci && python tools/durations.py .venv/durations-test-ci.json"
+
+
+def test_nine_of_ten_mutants_have_a_test_in_make_test() -> None:
+    mutants, record = load(), tiers.read()
+    slow = [mutant.name for mutant in mutants if not in_fast_tier(mutant, record)]
+    assert len(slow) <= len(mutants) / 10, slow
+
+
+def test_make_test_trains_each_algorithm_and_each_family() -> None:
+    """`vlm_grpo` has runs of its own, marked in test_vlm_grpo.py."""
+    trained = covering(test_cells.CELLS, 1)
+    assert {algorithm for _, algorithm, _ in trained} == set(ALGORITHMS) - {"vlm_grpo"}
+    assert {family for family, _, _ in trained} == {family for family, *_ in test_cells.CELLS}
+    assert {family for family, *_ in test_cells.CELLS} <= set(FAMILIES)
+
+
+def test_cells_of_make_test_are_marked() -> None:
+    rows = [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+    marks = {param.values: [mark.name for mark in param.marks] for param in cells(rows, 1, fast=[("a", 2)])}
+    assert marks == {("a", 1): [], ("a", 2): ["fast"], ("b", 1): ["full"], ("b", 2): []}
+
+
+def test_an_expensive_test_is_listed_by_its_name_or_its_cases() -> None:
+    first = {"t.py::a[1]": 0.9, "t.py::a[2]": 0.1, "t.py::b[1]": 0.5, "t.py::b[2]": 2.0, "t.py::c": 0.29}
+    second = {"t.py::a[1]": 0.4, "t.py::b[1]": 3.0}
+    entries = listed(smallest([first, second]))
+    assert entries == {"t.py::a[1]": 0.4, "t.py::b": 2.0}
+    assert tiers.expensive("t.py::b[3]", entries) and tiers.expensive("t.py::a[1]", entries)
+    assert not tiers.expensive("t.py::a[2]", entries) and not tiers.expensive("t.py::a", entries)
+
+
+SLEEPER = """
+import subprocess, sys, time
+import pytest
+
+BUSY = "import time; end = time.process_time() + {}\\nwhile time.process_time() < end: pass"
+
+@pytest.fixture(scope="module")
+def shared():
+    exec(BUSY.format(0.8))
+
+def test_in_this_process(): exec(BUSY.format(0.6))
+def test_in_a_child(): subprocess.run([sys.executable, "-c", BUSY.format(0.6)], check=True)
+def test_that_waits(): time.sleep(0.6)
+@pytest.mark.parametrize("case", range(4))
+def test_that_shares(case, shared): pass
+"""
+
+
+CONFTEST = """
+from pathlib import Path
+from tests import tiers
+
+def pytest_configure(config):
+    config.pluginmanager.register(tiers.Recorder(Path("seconds.json")))
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
+def test_processor_seconds_are_recorded_and_late_tests_named(workers: list[str], tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(SLEEPER)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *workers]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    seconds = {test.split("::")[1]: s for test, s in json.loads((tmp_path / "seconds.json").read_text()).items()}
+    assert 0.55 < seconds["test_in_this_process"] < 2 and 0.55 < seconds["test_in_a_child"] < 2
+    assert seconds["test_that_waits"] < 0.3
+    shares = [seconds[f"test_that_shares[{case}]"] for case in range(4)]
+    assert max(shares) - min(shares) < 0.15 and min(shares) > 0.15  # .8 s of the fixture, for each worker that has it
+    named = [line.split("::")[1] for line in done.stdout.splitlines() if line.lstrip()[:1].isdigit() and "::" in line]
+    assert {"test_in_this_process", "test_in_a_child"} <= set(named) and "test_that_waits" not in named
