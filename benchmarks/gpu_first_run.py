@@ -20,9 +20,10 @@ these need, sentencepiece, tensorboard, httpx, rich and typer: fetch the other w
 folder of wheels there, and install them beside it. The tree itself is not installed.
 
     # elsewhere, in the tree
-    python -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-      --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-      -c constraints.txt -d wheels diffusers pydantic pydantic-core typing-inspection annotated-types \
+    export PIP_ONLY_BINARY=:all: PIP_CONSTRAINT=constraints.txt
+    FOR="--python-version 3.12 --implementation cp --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64"
+    python -m pip download $FOR -d wheels pydantic
+    python -m pip download $FOR -d wheels --no-deps diffusers \
       font-caladea font-fredoka-one font-hanken-grotesk font-manrope
     # there, in the tree
     python -m pip install --no-index --no-deps --no-compile --target site wheels/*.whl
