@@ -63,8 +63,8 @@ TRIAL_FILE = CONFIGS / "sd_inpaint_reward_gradient.yaml"
 TRIAL_STEPS = (30, 48)
 TRIAL_SHARED = ("seed=0",)
 TRIAL = {
-    "recognizer": ("rewards.glyph_structure.role=gold", "rewards.glyph_structure.boxes=fitted"),
-    "recognizer + glyph_structure": ("rewards.glyph_structure.weight=4", "rewards.glyph_structure.boxes=fitted"),
+    "recognizer": ("rewards.glyph_structure={role: gold, boxes: fitted}",),
+    "recognizer + glyph_structure": ("rewards.glyph_structure={weight: 4, boxes: fitted}",),
 }
 """Arm -> overrides of `TRIAL_FILE`. At the start the gradient of the recogniser is several times larger."""
 

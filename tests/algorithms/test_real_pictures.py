@@ -46,7 +46,7 @@ def train_and_repaint(data: Path, work: Path) -> None:
         *("rollout.group_size=4", "rollout.global_groups_per_batch=1", "rollout.batch_size_per_device=4"),
         *("optimizer.batch_size_per_device=4", "optimizer.gradient_accumulation=1"),
         *("algorithm.sft_steps=4", "training.max_steps=8", "training.eval_every=0"),
-        *("rewards.ocr.url=null", "rewards.preservation.weight=0.3"),
+        *("rewards.ocr.url=null", "rewards.preservation={weight: 0.3}"),
     )
     assert outcome.code == 0, outcome.err
     run = work / "photos"
