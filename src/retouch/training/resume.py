@@ -171,9 +171,10 @@ def _changes(
         if isinstance(inside, Section) and isinstance(then, dict):
             yield from _changes(type(inside), inside, cast("dict[str, Any]", then), given, f"{key}{name}.")
         elif name == "rewards" and isinstance(then, dict):
-            for entry in {**then, **given}:
-                own = (inside or {}).get(entry)
-                parts = then.get(entry, {}), given.get(entry, {})
+            earlier = cast("dict[str, Any]", then)
+            for entry in {**earlier, **given}:
+                own: Section | None = (inside or {}).get(entry)
+                parts = earlier.get(entry, {}), given.get(entry, {})
                 yield from _changes(RewardEntry if own is None else type(own), own, *parts, f"{key}{name}.{entry}.")
         else:
             yield f"{key}{name}", then, given
