@@ -96,6 +96,18 @@ def test_text_with_digits_and_underscores_is_no_number(key: str, value: str, run
     assert run_with("name=1_000").name == "1_000"
 
 
+@pytest.mark.parametrize(
+    "key", ["training.keep_checkpoints", "training.eval_every", "algorithm.kl_weight", "data.resolution", "data.limit"]
+)
+def test_a_truth_value_is_no_number(key: str, run_with: RunWith) -> None:
+    """`keep_checkpoints: true` would keep one checkpoint, and delete the others."""
+    with pytest.raises(ConfigError, match=rf"{key}: given true; expected a number; write one, or leave \w+ out"):
+        run_with(f"{key}=true")
+    with pytest.raises(ConfigError, match=r"rollout\.guidance_scale: given false; expected a number"):
+        run_with("rollout.guidance_scale=false")
+    assert run_with("training.gradient_checkpointing=false", "algorithm.guard=true").algorithm.guard  # type: ignore[union-attr]
+
+
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{chr(i)}: &{chr(i)} [{', '.join([f'*{chr(i - 1)}'] * 9)}]\n" for i in range(ord("b"), ord("k"))
 )
