@@ -391,6 +391,17 @@ def test_what_another_family_has_not_is_refused(written: Callable[..., Path]) ->
         load_run(rule)
 
 
+@pytest.mark.parametrize("family", ["model.family=sd_inpaint", "model={family: sd_inpaint}"])
+def test_an_override_of_the_family_does_not_inherit_a_guidance_scale(family: str) -> None:
+    """As a file that extends one, and as `overlaid`: FLUX's 30 is no scale of classifier-free guidance."""
+    below = {**BASE, "rollout": {"guidance_scale": 30}}
+    with pytest.raises(ConfigError, match=r"'sd_inpaint' over 'flux_fill', for which rollout\.guidance_scale 30 was"):
+        parse_run(below, [family])
+    for anew in ("rollout.guidance_scale=null", " rollout.guidance_scale=5.0", "rollout={group_size: 4}"):
+        assert parse_run(below, [family, anew]).rollout.guidance_scale == (5.0 if "5.0" in anew else None)
+    assert parse_run(below, ["model.family=flux_fill"]).rollout.guidance_scale == 30
+
+
 def test_a_reward_that_another_scorer_gives_starts_afresh(written: Callable[..., Path]) -> None:
     """Its scorer below is its name; its weight there was for that."""
     path = written(below=BELOW, above="extends: below.yaml\nrewards: {ocr: {scorer: preservation}}")

@@ -250,8 +250,11 @@ def parse_run(
 ) -> RunConfig:
     """Validate a mapping as `load_run` does. `source` names it in messages."""
     merged = with_new_names(deepcopy(dict(data)))
+    below = deepcopy(merged)
     for override in overrides:
         _apply(merged, override)
+    if not {"rollout", "rollout.guidance_scale"} & {override.partition("=")[0].strip() for override in overrides}:
+        _check_family(below, {"model": merged.get("model")})
     expanded = with_variables(merged, unread=unread)
     _take_in_plugins(expanded.get("plugins"), source)
     try:
