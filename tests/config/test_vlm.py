@@ -23,6 +23,7 @@ from retouch.algorithms.vlm_grpo.trl_options import (
     model_fields,
 )
 from retouch.config import ConfigError, RunConfig, numbers, parse_run
+from retouch.config.run import TrainingConfig
 from tests.command_line import retouch
 
 
@@ -132,6 +133,10 @@ def test_options_of_an_object_are_moved_too() -> None:
     trl = {"per_device_train_batch_size": 1, "max_steps": 5}
     run = RunConfig.model_validate({**made, "algorithm": VlmGrpoConfig(trl=trl), "rewards": {"preservation": {}}})
     assert run == parse(**trl) and run.training.max_steps == 5
+    training = TrainingConfig(eval_every=7)  # its keys stay beside the one that is moved there
+    beside = {**made, "algorithm": {"name": "vlm_grpo", "trl": trl}, "rewards": {"preservation": {}}}
+    run = RunConfig.model_validate({**beside, "training": training})
+    assert (run.training.max_steps, run.training.eval_every) == (5, 7)
 
 
 def test_null_is_what_trl_takes_it_for() -> None:
