@@ -129,7 +129,11 @@ def test_numbers_of_trl_are_numbers_in_range(name: str, wrong: list[Any], right:
 
 
 def test_options_of_an_object_are_moved_too() -> None:
-    made = {"name": "a", "model": {"family": "qwen_image_edit", "path": "tiny"}, "data": {"format": "manifest", "path": "p"}}
+    made = {
+        "name": "a",
+        "model": {"family": "qwen_image_edit", "path": "tiny"},
+        "data": {"format": "manifest", "path": "p"},
+    }
     trl = {"per_device_train_batch_size": 1, "max_steps": 5}
     run = RunConfig.model_validate({**made, "algorithm": VlmGrpoConfig(trl=trl), "rewards": {"preservation": {}}})
     assert run == parse(**trl) and run.training.max_steps == 5

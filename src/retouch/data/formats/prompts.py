@@ -10,7 +10,17 @@ from typing import Any, ClassVar, Literal, cast
 
 from retouch.config.base import Text
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import PATH_KEYS, SUFFIXES, TEXT_KEYS, entries_of, fields_of, id_of, lines_of, require_texts, text_fields
+from retouch.data.lists import (
+    PATH_KEYS,
+    SUFFIXES,
+    TEXT_KEYS,
+    entries_of,
+    fields_of,
+    id_of,
+    lines_of,
+    require_texts,
+    text_fields,
+)
 from retouch.data.remote import local_path
 from retouch.data.tables import tables_of
 
