@@ -207,6 +207,29 @@ def test_names_that_belong_together(photos: Path, tmp_path: Path) -> None:
     assert sorted((item.prompt, item.target) for item in found.items) == [("a cat", "none"), ("a dog", "file")]
 
 
+@pytest.mark.parametrize("top", ["images", "masks", "prompts"])
+def test_the_name_of_the_folder_itself_is_no_role(photos: Path, tmp_path: Path, top: str) -> None:
+    folder = shutil.copytree(photos / "images", tmp_path / top)
+    shutil.copytree(photos / "masks", folder / "masks", dirs_exist_ok=True)
+    shutil.copytree(photos / "captions", folder / "captions")
+    found, usual = discover(folder), discover(photos)
+    assert sorted(entry["prompt"] for entry in found.entries) == sorted(entry["prompt"] for entry in usual.entries)
+    assert all({"image_path", "mask_path", "prompt"} == entry.keys() for entry in found.entries)
+
+
+def test_a_picture_whose_name_ends_like_a_role_is_listed(photos: Path, tmp_path: Path) -> None:
+    image = photos / "images/p00.png"
+    for name in ("cat", "man_in_mask", "old_style-reference"):
+        shutil.copy(image, tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text(f"a {name}", encoding="utf-8")
+    found = discover(tmp_path)
+    assert [entry["prompt"] for entry in found.entries] == ["a cat"]
+    assert found.left_out == [
+        "man_in_mask.png: a mask by its name, but there is no image of it",
+        "old_style-reference.png: a reference by its name, but there is no image of it",
+    ]
+
+
 def test_an_empty_caption_is_none(photos: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(photos, tmp_path / "photos")
     (folder / "captions/p03.txt").write_text(" \n", encoding="utf-8")

@@ -97,6 +97,18 @@ def test_text_with_digits_and_underscores_is_no_number(key: str, value: str, run
     assert run_with("name=1_000").name == "1_000"
 
 
+@pytest.mark.parametrize(
+    "key", ["training.keep_checkpoints", "training.eval_every", "algorithm.kl_weight", "data.resolution", "data.limit"]
+)
+def test_a_truth_value_is_no_number(key: str, run_with: RunWith) -> None:
+    """`keep_checkpoints: true` would keep one checkpoint, and delete the others."""
+    with pytest.raises(ConfigError, match=rf"{key}: given true; expected a number; write one, or leave \w+ out"):
+        run_with(f"{key}=true")
+    with pytest.raises(ConfigError, match=r"rollout\.guidance_scale: given false; expected a number"):
+        run_with("rollout.guidance_scale=false")
+    assert run_with("training.gradient_checkpointing=false", "algorithm.guard=true").algorithm.guard  # type: ignore[union-attr]
+
+
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{chr(i)}: &{chr(i)} [{', '.join([f'*{chr(i - 1)}'] * 9)}]\n" for i in range(ord("b"), ord("k"))
 )
@@ -438,6 +450,17 @@ def test_what_another_family_has_not_is_refused(written: Callable[..., Path]) ->
     )
     with pytest.raises(ConfigError, match="given 'flow_sde', but sd_inpaint predicts the noise; set one of ddim"):
         load_run(rule)
+
+
+@pytest.mark.parametrize("family", ["model.family=sd_inpaint", "model={family: sd_inpaint}"])
+def test_an_override_of_the_family_does_not_inherit_a_guidance_scale(family: str) -> None:
+    """As a file that extends one, and as `overlaid`: FLUX's 30 is no scale of classifier-free guidance."""
+    below = {**BASE, "rollout": {"guidance_scale": 30}}
+    with pytest.raises(ConfigError, match=r"'sd_inpaint' over 'flux_fill', for which rollout\.guidance_scale 30 was"):
+        parse_run(below, [family])
+    for anew in ("rollout.guidance_scale=null", " rollout.guidance_scale=5.0", "rollout={group_size: 4}"):
+        assert parse_run(below, [family, anew]).rollout.guidance_scale == (5.0 if "5.0" in anew else None)
+    assert parse_run(below, ["model.family=flux_fill"]).rollout.guidance_scale == 30
 
 
 def test_a_reward_that_another_scorer_gives_starts_afresh(written: Callable[..., Path]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from retouch.algorithms.grpo.config import GrpoConfig
 from retouch.config import RunConfig, dump_run, parse_run
 from retouch.config.presets import preset_lines, preset_values
 from retouch.config.run import RolloutConfig
@@ -137,6 +138,17 @@ def test_a_filled_in_run_is_an_ordinary_one(run_with: RunWith) -> None:
 
 def test_a_run_file_with_another_algorithm_in_it_may_keep_its_preset(run_with: RunWith) -> None:
     assert run_with("algorithm={name: sft}", "rollout.preset=fast").rollout.num_steps == RolloutConfig().num_steps
+
+
+@pytest.mark.parametrize("preset", ["reference", "fast"])
+def test_objects_of_a_class_need_not_repeat_its_name(preset: str) -> None:
+    """`GrpoConfig()` and a model of one family: neither is another one, and the preset is not left out."""
+    model: dict[str, Any] = {"path": "tiny", "train": {"kind": "lora"}}
+    written = {**BASE, "rollout": {"preset": preset}, "algorithm": {"name": "grpo"}}
+    same = RunConfig.model_validate({**written, "model": {"family": "sd_inpaint", **model}})
+    kind = type(same.model)
+    made = RunConfig.model_validate({**written, "algorithm": GrpoConfig(), "model": kind.model_validate(model)})
+    assert made.rollout == same.rollout and made.algorithm == same.algorithm
 
 
 def test_check_prints_what_it_came_to(run_with: RunWith) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from retouch.algorithms.vlm_grpo.config import VlmDerived
+from retouch.algorithms.vlm_grpo.config import VlmDerived, VlmGrpoConfig
 from retouch.algorithms.vlm_grpo.trl_options import (
     COUNTS,
     DEFAULTS,
@@ -23,6 +23,7 @@ from retouch.algorithms.vlm_grpo.trl_options import (
     model_fields,
 )
 from retouch.config import ConfigError, RunConfig, numbers, parse_run
+from retouch.config.run import TrainingConfig
 from tests.command_line import retouch
 
 
@@ -125,6 +126,21 @@ def test_numbers_of_trl_are_numbers_in_range(name: str, wrong: list[Any], right:
             parse(**{name: value})
     for value in right:
         assert parse(**{name: value}).algorithm.trl[name] == value  # type: ignore[union-attr]
+
+
+def test_options_of_an_object_are_moved_too() -> None:
+    made = {
+        "name": "a",
+        "model": {"family": "qwen_image_edit", "path": "tiny"},
+        "data": {"format": "manifest", "path": "p"},
+    }
+    trl = {"per_device_train_batch_size": 1, "max_steps": 5}
+    run = RunConfig.model_validate({**made, "algorithm": VlmGrpoConfig(trl=trl), "rewards": {"preservation": {}}})
+    assert run == parse(**trl) and run.training.max_steps == 5
+    training = TrainingConfig(eval_every=7)  # its keys stay beside the one that is moved there
+    beside = {**made, "algorithm": {"name": "vlm_grpo", "trl": trl}, "rewards": {"preservation": {}}}
+    run = RunConfig.model_validate({**beside, "training": training})
+    assert (run.training.max_steps, run.training.eval_every) == (5, 7)
 
 
 def test_null_is_what_trl_takes_it_for() -> None:

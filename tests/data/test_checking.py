@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from retouch.data import (
     checking,
@@ -295,6 +296,32 @@ def test_processes_that_list_other_items(bench: Bench, tmp_path: Path) -> None:
     outcomes = on_ranks(2, lambda rank: load_dataset(other if rank.rank else config, "warmup_data", (), rank))
     problem = f"warmup_data: {bench.folder} does not list the same items on all machines; give them equal files"
     assert [str(one) for one in outcomes] == [problem] * 2
+
+
+@pytest.mark.parametrize(
+    ("entries", "change"),
+    [
+        ([{"prompt": "a cat"}, {"prompt": "a dog"}], lambda entries: entries[::-1]),
+        ([{"prompt": "a", "image": "x.png"}, {"prompt": "a", "image": "y.png"}], lambda entries: entries[::-1]),
+        ([{"prompt": "a", "text": "MOON"}], lambda entries: [{"prompt": "a", "text": "NOON"}]),
+    ],
+)
+def test_positions_as_ids_hide_no_other_list(
+    entries: list[dict[str, str]], change: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    """A list in the order of a machine's folder has the same ids on all; a group would then mix two examples."""
+    for machine, listed in (("one", entries), ("two", change(entries)), ("three", entries)):
+        (tmp_path / machine).mkdir()
+        (tmp_path / machine / "list.json").write_text(json.dumps(listed))
+        for name in ("x", "y"):
+            Image.new("RGB", (16, 16)).save(tmp_path / machine / f"{name}.png")
+
+    def load(rank: Rank, *machines: str) -> Dataset:
+        return load_dataset(ManifestData(path=str(tmp_path / machines[rank.rank] / "list.json")), processes=rank)
+
+    found = on_ranks(2, lambda rank: load(rank, "one", "two"))
+    assert ["does not list the same items on all machines" in str(one) for one in found] == [True, True]
+    assert [len(one) for one in on_ranks(2, lambda rank: load(rank, "one", "three"))] == [len(entries)] * 2
 
 
 # --- threads ---

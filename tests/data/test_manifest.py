@@ -181,6 +181,17 @@ def test_a_csv_file(folder: Path) -> None:
     assert [item.mask_path for item in found] == [folder / "m.png"] * 2
 
 
+def test_blanks_around_the_names_of_columns_lose_none(folder: Path) -> None:
+    """A target whose column is not found would be replaced by the source."""
+    [found] = items(manifest(folder, "prompt, image_path,mask_path , target_path\na,a.png,m.png,b.png\n", "data.csv"))
+    assert (found.target, found.target_path, dict(found.metadata)) == ("file", folder / "b.png", {})
+
+
+def test_a_column_that_stands_twice_is_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.csv: the header names 'prompt' twice; rename one of the columns"):
+        items(manifest(folder, "prompt,image_path, prompt\na,a.png,b\n", "data.csv"))
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -35,6 +35,16 @@ def test_objects_with_a_text_and_metadata(suffix: str, tmp_path: Path) -> None:
     assert data_at(path, (64, 64)).format == "prompts"
 
 
+def test_a_csv_file_has_a_header(tmp_path: Path) -> None:
+    """Not a prompt that is its header, and prompts with quotes and cells around them."""
+    (tmp_path / "p.csv").write_text('caption,text,id\n"a sign, red",MOON,7\na cat,,\n', encoding="utf-8")
+    found = load_dataset(PromptsData(path=str(tmp_path / "p.csv"), prompt_key="caption"))
+    assert [(e.id, e.prompt, dict(e.metadata)) for e in found] == [
+        (7, "a sign, red", {"text": "MOON"}),
+        (1, "a cat", {}),
+    ]
+
+
 def test_a_table_keeps_lists_of_texts(tmp_path: Path) -> None:
     """And objects; what JSON cannot hold is left out."""
     pa = pytest.importorskip("pyarrow")

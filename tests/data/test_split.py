@@ -143,6 +143,18 @@ def test_what_cannot_be_divided(bench: Bench, tmp_path: Path) -> None:
 # --- the guard ---
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_object_of_items_is_no_list(tmp_path: Path, indent: int | None) -> None:
+    """In one line it looks like a list of one entry."""
+    entries = {str(n): {"id": f"{n}.png", "prompt": "p", "edit_type": "add"} for n in (1, 2)}
+    (tmp_path / "basic_edit.json").write_text(json.dumps(entries, indent=indent), encoding="utf-8")
+    for number in (1, 2):
+        picture(blue=number).save(tmp_path / f"{number}.png")
+    with pytest.raises(DataError, match=r"basic_edit\.json: holds no list with an entry for each of 2 items of format img"):
+        split(tmp_path, 0.5)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_a_picture_is_known_by_its_bytes(bench: Bench, tmp_path: Path) -> None:
     folder_of(bench, 4)
     other = Bench(tmp_path / "other")

@@ -64,6 +64,23 @@ def test_textflux_takes_the_first_line(tmp_path: Path) -> None:
     assert shown.metadata["lines"][0]["polygon"][0] == [16, 10]
 
 
+def test_a_list_of_textflux_is_of_its_own_part(tmp_path: Path) -> None:
+    """The parts have images of the same names in folders of their own."""
+    file = write_textflux(tmp_path) / "ReCTS_other.json"
+    assert (
+        items_of(TextFluxData(path=str(file)))[0].source_path
+        == items_of(TextFluxData(path=str(tmp_path)))[0].source_path
+    )
+    file.rename(tmp_path / "ReCTS_ori.json")
+    with pytest.raises(
+        DataError, match=r"data\.part: given 'other', but .*ReCTS_ori\.json is the list of 'ori'; set part=ori"
+    ):
+        items_of(TextFluxData(path=str(tmp_path / "ReCTS_ori.json")))
+    assert "other_words" not in str(
+        items_of(TextFluxData(path=str(tmp_path / "ReCTS_ori.json"), part="ori"))[0].source_path
+    )
+
+
 def test_longtext(tmp_path: Path) -> None:
     first, second = items_of(LongTextData(path=str(write_longtext(tmp_path))))
     assert (first.id, second.id, second.metadata["key"]) == (79, 100, "0100")

@@ -109,11 +109,18 @@ class Section(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _no_separators(cls, value: object, read: ModelWrapValidatorHandler[Self]) -> Self:
+    def _numbers_are_numbers(cls, value: object, read: ModelWrapValidatorHandler[Self]) -> Self:
+        """Reject what pydantic converts to a number: `1_000`, and a truth value (`keep_checkpoints: true` would keep
+        one)."""
         section = read(value)
         for key, given in cast("Mapping[str, object]", value).items() if isinstance(value, Mapping) else ():
-            if isinstance(given, str) and "_" in given and isinstance(getattr(section, key, None), int | float):
+            found = getattr(section, key, None)
+            if isinstance(found, bool) or not isinstance(found, int | float):
+                continue
+            if isinstance(given, str) and "_" in given:
                 raise ValueError(f"{key}: given {given!r}, which is text in YAML 1.2; write the number without _")
+            if isinstance(given, bool):
+                raise ValueError(f"{key}: given {str(given).lower()}; expected a number; write one, or leave {key} out")
         return section
 
     @model_validator(mode="before")

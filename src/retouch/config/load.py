@@ -299,7 +299,10 @@ def parse_run(
         trust: False requires consent to the code and the hosts that it names.
     """
     merged = with_new_names(deepcopy(dict(data)))
+    below = deepcopy(merged)
     overridden = [_apply(merged, override) for override in overrides]
+    if not {"rollout", "rollout.guidance_scale"} & {override.partition("=")[0].strip() for override in overrides}:
+        _check_family(below, {"model": merged.get("model")})
     if not trust:
         _require_consent_to_read(merged, overridden, source)
     expanded = with_variables(merged, unread=unread)

@@ -79,10 +79,12 @@ def preset_lines(run: RunConfig) -> list[str]:
 
 
 def section_of(run: Mapping[str, Any], name: str) -> Section:
-    """A section as it is written; empty where there is none, or something else."""
+    """A section as it is written, of an object with the key that names its class; empty where there is none, or
+    something else."""
     found = run.get(name)
     if isinstance(found, BaseModel):
-        return found.model_dump(exclude_unset=True)
+        named = {key: getattr(found, key) for key in ("family", "name") if key in type(found).model_fields}
+        return {**named, **found.model_dump(exclude_unset=True)}
     return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 

@@ -139,8 +139,8 @@ def load_dataset(
     """
     processes = processes or Alone()
     listed = listed_in(config, purpose)
-    names = repr([item.id if isinstance(item, ItemFiles) else str(item) for item in listed])
-    if len(set(processes.gather_list([hashlib.sha256(names.encode()).digest()]))) > 1:
+    told = repr([_told_of(item) if isinstance(item, ItemFiles) else str(item) for item in listed])
+    if len(set(processes.gather_list([hashlib.sha256(told.encode()).digest()]))) > 1:
         raise DataError(f"{purpose}: {config.path} does not list the same items on all machines; give them equal files")
     files = [item for item in listed if isinstance(item, ItemFiles)]
     memory = memory_of(config, needs) if any(map(files_of, files)) else None
@@ -165,6 +165,12 @@ def load_dataset(
     if twice:
         raise DataError(f"{purpose}: item id {twice[0]} appears more than once in {config.path}; ids must differ")
     return Dataset(config, good)
+
+
+def _told_of(item: ItemFiles) -> tuple[object, ...]:
+    """What an item is wherever its folder lies: an id that is a position is the same in every list."""
+    files = [(role, f.digest if isinstance(f, PackedImage) else f.name) for role, f in files_of(item).items()]
+    return item.id, item.prompt, item.metadata.get("text"), files
 
 
 def all_embedded(items: Iterable[ItemFiles]) -> bool:

@@ -43,8 +43,8 @@ class Found:
         format: `data.format`.
         path: `data.path`; None if a manifest has to be written.
         entries: of that manifest, with absolute paths.
-        left_out: unused files, each with the reason: images without a mask or a caption, and second files of one
-            example and role.
+        left_out: unused files, each with the reason: images without a mask or a caption, masks and the like without
+            an image, and second files of one example and role.
     """
 
     layout: str
@@ -135,12 +135,18 @@ def _pairs(path: Path) -> Found:
     groups: dict[tuple[Path, str], dict[str, Path]] = {}
     left_out: list[str] = []
     for file in _files(path):
-        folder, stem, role = _place(file)
+        folder, stem, role = _place(file, path)
         first = groups.setdefault((folder, stem), {}).setdefault(role, file)
         if first != file:
             names = (os.path.relpath(each, path) for each in (file, first))
             left_out.append("{}: has the name and role of {}; rename one of them".format(*names))
     named = [files for files in groups.values() if "image_path" in files]
+    for files in groups.values():
+        pictures = {} if "image_path" in files else {role: file for role, file in files.items() if role != "prompt"}
+        for role, file in pictures.items():  # a photograph of a mask, photo_mask.png, has this name, too
+            left_out.append(
+                f"{os.path.relpath(file, path)}: a {role.removesuffix('_path')} by its name, but there is no image of it"
+            )
     masked = any("mask_path" in files for files in named)
     entries: list[dict[str, str]] = []
     for files in named:
@@ -169,11 +175,15 @@ def _files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def _place(file: Path) -> tuple[Path, str, str]:
-    """The folder and the name that the files of one example share, and the role of this file."""
+def _place(file: Path, top: Path) -> tuple[Path, str, str]:
+    """The folder and the name that the files of one example share, and the role of this file.
+
+    Args:
+        top: the folder that was given, whose own name says nothing: images/ may hold masks/.
+    """
     stem, folder = file.stem, file.parent
     role = "image_path" if file.suffix.lower() in IMAGES else "prompt"
-    of_folder = _ROLE_OF.get(folder.name.lower())
+    of_folder = None if folder == top else _ROLE_OF.get(folder.name.lower())
     if of_folder is not None:
         folder = folder.parent
         role = role if role == "prompt" else of_folder

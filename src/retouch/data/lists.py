@@ -118,10 +118,10 @@ def number_of(text: str, what: str) -> int:
 
 
 def csv_rows(path: Path) -> list[list[str]]:
-    """Every row of a CSV file that is not blank, the header first.
+    """Every row of a CSV file that is not blank, the header first, its names without blanks around them.
 
     Raises:
-        DataError: not UTF-8, not CSV, or a row with more cells than the header.
+        DataError: not UTF-8, not CSV, a name that stands twice in the header, or a row with more cells than it.
     """
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     rows: list[list[str]] = []
@@ -133,10 +133,18 @@ def csv_rows(path: Path) -> list[list[str]]:
                     "with a comma in double quotes"
                 )
             if row:
-                rows.append(row)
+                rows.append(row if rows else _header(path, row))
     except csv.Error as error:
         raise DataError(f"{path} line {reader.line_num}: not valid CSV: {error}") from None
     return rows
+
+
+def _header(path: Path, row: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in row]
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}: the header names {twice!r} twice; rename one of the columns")
+    return names
 
 
 def listed_in(path: Path) -> list[Any]:

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Hashable, Sequence
 from pathlib import Path
+from typing import Any
 
 from retouch.data.base import DataError, ItemError, ItemFiles
 from retouch.data.discover import data_at
@@ -112,7 +113,13 @@ def _listed(path: Path) -> tuple[Path, list[str], list[str], list[ItemFiles]]:
         header, *rows = map(_csv_line, csv_rows(listing))
         return listing, [header], rows, items
     if listing.suffix in (".json", ".jsonl"):
-        return listing, [], [json.dumps(entry, ensure_ascii=False) for entry in entries_of(listing)], items
+        entries = _entries_of(listing)
+        if len(entries) != len(items):
+            raise DataError(
+                f"{listing}: holds no list with an entry for each of {len(items)} items of format {section.format}; "
+                "divide a self_bench folder or a manifest"
+            )
+        return listing, [], [json.dumps(entry, ensure_ascii=False) for entry in entries], items
     lines = [line for _, line in lines_of(listing)]
     extra = len(lines) - len(items)
     if extra not in (0, 1):
@@ -121,6 +128,14 @@ def _listed(path: Path) -> tuple[Path, list[str], list[str], list[ItemFiles]]:
             f"for each item, and at most one more, the header; correct {type(section).__name__}.listing"
         )
     return listing, lines[:extra], lines[extra:], items  # the formats of the package have no header
+
+
+def _entries_of(listing: Path) -> list[Any]:
+    """The entries of a list; none of an object with an item under each key."""
+    try:
+        return entries_of(listing)
+    except DataError:
+        return []
 
 
 def _csv_line(cells: Sequence[str]) -> str:

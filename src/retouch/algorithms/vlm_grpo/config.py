@@ -116,8 +116,10 @@ class VlmGrpoConfig(AlgorithmSection):
     @classmethod
     def completed(cls, run: Mapping[str, Any]) -> dict[str, Any]:
         """Options of TRL that have a key of their own in the run file (`algorithm.trl.max_steps`) are moved there."""
-        algorithm: Any = run["algorithm"]
-        given = cast("Any", algorithm).get("trl") if isinstance(algorithm, dict) else None
+        from retouch.config.presets import section_of
+
+        algorithm = section_of(run, "algorithm")
+        given = algorithm.get("trl")
         if not isinstance(given, dict):
             return dict(run)
         rest, moved = trl_options.moved(cast("dict[str, Any]", given), run)

@@ -141,13 +141,14 @@ def moved(trl: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[dict[str, Any
     Raises:
         ValueError: both are given and differ.
     """
+    from retouch.config.presets import section_of
+
     rest, result = dict(trl), dict(run)
     for name, (section, key) in MOVED.items():
         if name not in rest:
             continue
         value = rest.pop(name)
-        given: Any = result.get(section) if section else result
-        own: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}  # pyright: ignore[reportUnknownArgumentType]
+        own = section_of(result, section) if section else result
         if own.get(key, value) != value:
             raise ValueError(
                 f"algorithm.trl.{name}: given {value!r}, but {f'{section}.{key}'.removeprefix('.')} is {own[key]!r}, "

@@ -144,7 +144,11 @@ class TextFluxData(AnnotatedData):
         return any((path / name).is_file() for name in _PARTS.values())
 
     def json_file(self) -> Path:
-        return file_in(local_path(self.path), _PARTS[self.part])
+        file = file_in(local_path(self.path), _PARTS[self.part])
+        of = next((part for part, name in _PARTS.items() if name == file.name), self.part)
+        if of != self.part:  # images of both parts have the same names
+            raise DataError(f"data.part: given {self.part!r}, but {file} is the list of {of!r}; set part={of}")
+        return file
 
     def annotated(self, annotations: Sequence[Any]) -> list[dict[str, Any]]:
         return super().annotated(annotations[:1])

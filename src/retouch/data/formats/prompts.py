@@ -1,5 +1,5 @@
-"""Prompts for text to image, without images: a text file with one prompt in each line, JSON or JSONL of objects, or a
-parquet or arrow table."""
+"""Prompts for text to image, without images: a text file with one prompt in each line, JSON or JSONL of objects, CSV,
+or a parquet or arrow table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from typing import Any, ClassVar, Literal, cast
 
 from retouch.config.base import Text
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import PATH_KEYS, TEXT_KEYS, entries_of, fields_of, id_of, lines_of, require_texts, text_fields
+from retouch.data.lists import (
+    PATH_KEYS,
+    SUFFIXES,
+    TEXT_KEYS,
+    entries_of,
+    fields_of,
+    id_of,
+    lines_of,
+    require_texts,
+    text_fields,
+)
 from retouch.data.remote import local_path
 from retouch.data.tables import tables_of
 
@@ -20,8 +30,8 @@ _OF_MANIFESTS = {key for keys in PATH_KEYS.values() for key in keys}
 
 
 class PromptsData(DataSection):
-    """Prompts of text to image, without images: a text file with one in each line, or JSON, JSONL, parquet or arrow of
-    `{"prompt", "text"?, "id"?, ...}`, where `text` is one text or a list of lines; other keys are kept as
+    """Prompts of text to image, without images: a text file with one in each line, or JSON, JSONL, CSV, parquet or
+    arrow of `{"prompt", "text"?, "id"?, ...}`, where `text` is one text or a list of lines; other keys are kept as
     metadata."""
 
     format: Literal["prompts"] = "prompts"
@@ -46,10 +56,11 @@ class PromptsData(DataSection):
         path = local_path(self.path)
         if not path.is_file():
             raise DataError(
-                f"data.path: {path}: no such file of prompts (.txt with one a line, .json, .jsonl, .parquet or .arrow)"
+                f"data.path: {path}: no such file of prompts (.txt with one a line, .json, .jsonl, .csv, .parquet "
+                "or .arrow)"
             )
-        if path.suffix in (*_JSON, *_TABLES):
-            entries = entries_of(path) if path.suffix in _JSON else _rows(path)
+        if path.suffix in (*SUFFIXES, *_TABLES):
+            entries = entries_of(path) if path.suffix in SUFFIXES else _rows(path)
             return [item_or_error(f"entry {i}", self._item, entry, i) for i, entry in enumerate(entries)]
         return [ItemFiles(id=number - 1, prompt=line.strip()) for number, line in lines_of(path)]
 
