@@ -145,7 +145,7 @@ def _pairs(path: Path) -> Found:
         pictures = {} if "image_path" in files else {role: file for role, file in files.items() if role != "prompt"}
         for role, file in pictures.items():  # a photograph of a mask, photo_mask.png, has this name, too
             left_out.append(
-                f"{os.path.relpath(file, path)}: a {role.removesuffix('_path')} by its name, but there is no image of it"
+                f"{os.path.relpath(file, path)}: a {role.removesuffix('_path')} by its name, but no image has it"
             )
     masked = any("mask_path" in files for files in named)
     entries: list[dict[str, str]] = []
