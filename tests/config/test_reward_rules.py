@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from retouch.config import RunConfig
+from retouch.config.check import COLUMNS
 
 GATE = "but gated_by is not set; leave it out"
 BOX = "but crop is 'none'; set crop=mask_box, or leave it out"
@@ -87,3 +88,23 @@ def test_a_win_rate_needs_somebody_to_beat(problems: Callable[..., list[str]]) -
 )
 def test_entries_that_do(rewards: str, run_with: Callable[..., RunConfig]) -> None:
     assert run_with(f"rewards={rewards}").rewards["ocr"].scorer == "ocr"
+
+
+@pytest.mark.parametrize("name", sorted(COLUMNS))
+def test_a_reward_has_no_name_of_a_column_of_evaluations(
+    name: str, problems: Callable[..., list[str]], run_with: Callable[..., RunConfig]
+) -> None:
+    """A reward `text` would replace the target text of each row, and `level` would be in no mean and no alarm."""
+    [line] = problems(f"rewards={{{name}: {{scorer: jpeg_size}}}}")
+    assert f"rewards.{name}: given as the name of a reward, but evaluations have a column {name!r} of their own" in line
+    assert line.endswith("name it otherwise, with scorer: jpeg_size")
+    assert run_with(f"rewards={{{name}_score: {{scorer: jpeg_size}}}}")
+
+
+def test_columns_of_evaluations_are_the_refused_names() -> None:
+    pytest.importorskip("torch")
+    from retouch.training.evaluation import FACETS, Evaluation
+
+    row = dict.fromkeys([*COLUMNS, "ocr"], 0.5)
+    assert Evaluation([row], []).means().keys() - COLUMNS == {"ocr"}
+    assert {*FACETS} <= COLUMNS

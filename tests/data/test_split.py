@@ -150,7 +150,9 @@ def test_an_object_of_items_is_no_list(tmp_path: Path, indent: int | None) -> No
     (tmp_path / "basic_edit.json").write_text(json.dumps(entries, indent=indent), encoding="utf-8")
     for number in (1, 2):
         picture(blue=number).save(tmp_path / f"{number}.png")
-    with pytest.raises(DataError, match=r"basic_edit\.json: holds no list with an entry for each of 2 items of format"):
+    with pytest.raises(
+        DataError, match=r"basic_edit\.json: holds no list with an entry for each of 2 items of format img"
+    ):
         split(tmp_path, 0.5)
     assert len(list(tmp_path.iterdir())) == 3
 

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from retouch.rewards.base import RewardEntry
 
 
+COLUMNS = frozenset(
+    ("example", "index", "text", "read", "level", "discipline", "complexity", "image_type")
+    + ("outside_l1", "glyph_correlation", "failed", "combined")
+    + ("step", "kind", "time", "moment", "examples", "images")
+)
+"""Columns of an evaluation, and keys of its record in metrics.jsonl, beside those of its rewards."""
+
+
 def check(run: RunConfig) -> None:
     """Reject options of a section that cannot work in this run, and combinations of sections that cannot work.
 
@@ -69,6 +77,11 @@ def _logging(run: RunConfig) -> None:
 
 
 def _rewards(run: RunConfig) -> None:
+    for name in sorted(COLUMNS & run.rewards.keys()):
+        raise ValueError(
+            f"rewards.{name}: given as the name of a reward, but evaluations have a column {name!r} of their own, and "
+            f"would show neither rightly; name it otherwise, with scorer: {run.rewards[name].scorer}"
+        )
     if not run.algorithm.trains_on_rewards:
         return
     if not run.rewards:
