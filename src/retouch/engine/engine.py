@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -228,7 +228,7 @@ class Engine:
             return [tensors]
         if self._between_cpus is None:
             timeout = timedelta(seconds=self._collective_s)
-            self._between_cpus = dist.new_group(backend="gloo", timeout=timeout)
+            self._between_cpus = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
         shapes = self.gather_list([{name: (t.dtype, t.shape) for name, t in tensors.items()}])
         if not self.is_main:
             for tensor in tensors.values():

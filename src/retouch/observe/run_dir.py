@@ -132,11 +132,11 @@ class RunDir:
         aside = _put_aside(self.path) if resume_step is None and self.holds_run() else None
         run_file = self.run_file
         if resume_step is not None:
-            foreign = checkpoint is not None and not self.owns(checkpoint)
-            origin = checkpoint.absolute() if foreign else self.begun_from()
+            foreign = None if checkpoint is None or self.owns(checkpoint) else checkpoint.absolute()
+            origin = foreign or self.begun_from()
             if origin is not None:
                 run_file = dump_run(self.config.model_copy(update={"resume": str(origin)}))
-            if checkpoint is None or self.owns(checkpoint):
+            if foreign is None:
                 _warn_of_lost_records(metrics, resume_step, whole=origin is None)
             _truncate(metrics, resume_step, evaluated=evaluated)
             self._ended = self._finished_at(resume_step)

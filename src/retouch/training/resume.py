@@ -173,7 +173,7 @@ def _changes(
         elif name == "rewards" and isinstance(then, dict):
             earlier = cast("dict[str, Any]", then)
             for entry in {**earlier, **given}:
-                own: Section | None = (inside or {}).get(entry)
+                own = cast("Mapping[str, Section]", inside or {}).get(entry)
                 parts = earlier.get(entry, {}), given.get(entry, {})
                 yield from _changes(RewardEntry if own is None else type(own), own, *parts, f"{key}{name}.{entry}.")
         else:

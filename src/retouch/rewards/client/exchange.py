@@ -288,7 +288,7 @@ class Exchange:
 
 
 def _no_answer(columns: Columns) -> Failure | None:
-    """A failure of the server's, if no item has a score of some reward; items that are bad themselves say nothing."""
+    """A failure of the server's, if no item has a score of some reward; items that are bad themselves do not count."""
     for column in columns.values():
         failures = [outcome for outcome in column if isinstance(outcome, Failure)]
         of_the_server = [failure for failure in failures if failure.code not in _OF_THE_ITEM]

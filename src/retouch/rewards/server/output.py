@@ -14,7 +14,7 @@ _REPEATS = 10  # lines of one kind per window
 _KINDS = 1000
 _BURST = 1024 * 1024  # bytes of output that pass at once
 _PER_S = 4 * 1024  # bytes of output that pass in the long run: 350 MB in a day
-_TAIL = 8 * 1024  # last bytes that are written after all: a process that ends says why
+_TAIL = 8 * 1024  # last bytes that are written after all: a process that ends reports why
 _READ = 64 * 1024
 _STDERR = 2  # a handle: it is that of the log file, whatever Python does with its stream
 
