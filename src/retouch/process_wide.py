@@ -1,5 +1,5 @@
-"""What every thread of a process shares and the numbers of a run depend on: torch's default dtype, its switches, and
-the global random generators. No torch at import time.
+"""Settings that all threads of a process share and the numbers of a run depend on: torch's default dtype, its switches,
+and the global random generators. No torch at import time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _one_at_a_time = threading.RLock()
 def loading() -> Iterator[None]:
     """Within it a model may be loaded: one at a time, and afterwards the process is as before.
 
-    `from_pretrained` of transformers saves torch's default dtype, sets another and restores the saved one. Of two
-    threads inside it, the one that enters second saves the other's dtype, and leaves the process with it.
+    `from_pretrained` of transformers saves torch's default dtype, sets another and restores the saved one. If two
+    threads are inside it, the one that enters second saves the other's dtype, and leaves the process with it.
     """
     with _one_at_a_time:
         if "torch" not in sys.modules:  # nothing in this process can depend on it yet

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("bare")
 class OnDevice(Tensor):
     """A tensor of another device, as far as `cpu` is concerned."""
 
-    def cpu(self, *_: Any) -> Tensor:
+    def cpu(self, memory_format: Any = torch.preserve_format) -> Tensor:
+        del memory_format
         return self.as_subclass(Tensor)
 
 

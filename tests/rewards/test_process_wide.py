@@ -39,7 +39,9 @@ class Careless(Brightness):
         self.entered.set()
         self.until.wait(0.2)
         torch.set_default_dtype(before)
-        torch.rand(3), random.random(), np.random.random()
+        torch.rand(3)
+        random.random()
+        np.random.random()
 
 
 def test_two_rewards_do_not_load_at_once() -> None:
@@ -54,7 +56,8 @@ def test_two_rewards_do_not_load_at_once() -> None:
         assert changes(before, process_state()) == []
     finally:
         torch.set_default_dtype(torch.float32)
-        first.close(), second.close()
+        first.close()
+        second.close()
 
 
 class LoadsClip:
@@ -92,7 +95,9 @@ class Leaves(Brightness):
         torch.set_default_dtype(torch.float64)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True
-        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
         raise RuntimeError("no weights")
 
 

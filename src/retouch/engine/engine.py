@@ -86,7 +86,7 @@ class Engine:
         """Gradient norm of the last step, before clipping."""
         self._overflows = 0
         self._collective_s = collective_s
-        self._between_cpus: dist.ProcessGroup | None = None
+        self._between_cpus: Any = None  # gloo, from its first use on
         self._parallel: Replicated | Zero
 
     # --- where and who ---

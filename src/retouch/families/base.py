@@ -308,7 +308,7 @@ class ModelSection(Section):
     """Keep the autoencoder on the CPU and move it to the device only while it encodes or decodes."""
     free_text_encoders: bool = False
     """Encode every prompt of the run at the start, before the network is placed, then drop the text encoders. Every
-    process keeps the prompts in host memory; prompts that take more than the encoders are refused."""
+    process keeps the prompts in host memory: a run whose prompts take more than the encoders ends with an error."""
     embeddings: Text | None = None
     """Folder that `retouch data precompute` filled: text and references are looked up there, and their encoders are
     not loaded. Null encodes during training."""

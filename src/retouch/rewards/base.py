@@ -337,7 +337,7 @@ class PackageScorer(Generic[Options]):
 
     @property
     def compares_group(self) -> bool:
-        """Whether a value depends on the other samples of its group, so that each call must have whole groups."""
+        """Whether a value depends on the other samples of its group; each call must then have whole groups."""
         return self.options.compares_group()
 
     def load(self, device: str) -> None:

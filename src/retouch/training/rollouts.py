@@ -60,7 +60,7 @@ class Rollouts:
 
     @property
     def items(self) -> list[RewardItem | None]:
-        """Of each slot; None for padding."""
+        """The scorers' input for each slot; None for padding."""
         return [item for batch in self.batches for item in (*batch.items, *[None] * batch.padding)]
 
     def __add__(self, other: Rollouts) -> Rollouts:
