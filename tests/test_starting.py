@@ -225,8 +225,8 @@ def test_a_picture_whose_name_ends_like_a_role_is_listed(photos: Path, tmp_path:
     found = discover(tmp_path)
     assert [entry["prompt"] for entry in found.entries] == ["a cat"]
     assert found.left_out == [
-        "man_in_mask.png: a mask by its name, but no image has it",
-        "old_style-reference.png: a reference by its name, but no image has it",
+        "man_in_mask.png: a mask by its name, but it has no image",
+        "old_style-reference.png: a reference by its name, but it has no image",
     ]
 
 

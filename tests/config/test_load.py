@@ -44,7 +44,7 @@ def test_there_are_published_runs() -> None:
         ('name="1e5"', 'logging.dir="1e5"', 'data.path="no"'),
         ("name=2025-01-01", "data.path='~'"),
         ("optimizer.lr=1e-5", "optimizer.eps=1e-08", "rollout.window={range: [0.0, 0.25], size: 1}"),
-        ("rewards={read: {scorer: ocr, url: auto, score: confidence}, preservation: {weight: -0.5}}",),
+        ("rewards={reader: {scorer: ocr, url: auto, score: confidence}, preservation: {weight: -0.5}}",),
         ("rewards.ocr={url: ['http://a:1', 'http://b:2'], weight: 0.7}",),
         ("algorithm={name: ppo}", "rollout.group_size=1"),
         (

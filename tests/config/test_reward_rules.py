@@ -97,7 +97,7 @@ def test_a_reward_has_no_name_of_a_column_of_evaluations(
     """A reward `text` would replace the target text of each row, and `level` would be in no mean and no alarm."""
     [line] = problems(f"rewards={{{name}: {{scorer: jpeg_size}}}}")
     assert f"rewards.{name}: given as the name of a reward, but evaluations have a column {name!r} of their own" in line
-    assert line.endswith("name it otherwise, with scorer: jpeg_size")
+    assert line.endswith("give it another name, with scorer: jpeg_size")
     assert run_with(f"rewards={{{name}_score: {{scorer: jpeg_size}}}}")
 
 

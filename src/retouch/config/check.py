@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 
 COLUMNS = frozenset(
-    ("example", "index", "text", "read", "level", "discipline", "complexity", "image_type")
-    + ("outside_l1", "glyph_correlation", "failed", "combined")
-    + ("step", "kind", "time", "moment", "examples", "images")
+    {
+        *("example", "index", "text", "read", "level", "discipline", "complexity", "image_type"),
+        *("outside_l1", "glyph_correlation", "failed", "combined"),
+        *("step", "kind", "time", "moment", "examples", "images"),
+    }
 )
 """Columns of an evaluation, and keys of its record in metrics.jsonl, beside those of its rewards."""
 
@@ -80,7 +82,7 @@ def _rewards(run: RunConfig) -> None:
     for name in sorted(COLUMNS & run.rewards.keys()):
         raise ValueError(
             f"rewards.{name}: given as the name of a reward, but evaluations have a column {name!r} of their own, and "
-            f"would show neither rightly; name it otherwise, with scorer: {run.rewards[name].scorer}"
+            f"would show neither rightly; give it another name, with scorer: {run.rewards[name].scorer}"
         )
     if not run.algorithm.trains_on_rewards:
         return

@@ -168,7 +168,8 @@ def load_dataset(
 
 
 def _told_of(item: ItemFiles) -> tuple[object, ...]:
-    """What an item is wherever its folder lies: an id that is a position is the same in every list."""
+    """Id, prompt, target text and names of the files of an item: an id that is a position is the same in every list,
+    and folders may differ."""
     files = [(role, f.digest if isinstance(f, PackedImage) else f.name) for role, f in files_of(item).items()]
     return item.id, item.prompt, item.metadata.get("text"), files
 

@@ -145,7 +145,7 @@ def _pairs(path: Path) -> Found:
         pictures = {} if "image_path" in files else {role: file for role, file in files.items() if role != "prompt"}
         for role, file in pictures.items():  # a photograph of a mask, photo_mask.png, has this name, too
             left_out.append(
-                f"{os.path.relpath(file, path)}: a {role.removesuffix('_path')} by its name, but no image has it"
+                f"{os.path.relpath(file, path)}: a {role.removesuffix('_path')} by its name, but it has no image"
             )
     masked = any("mask_path" in files for files in named)
     entries: list[dict[str, str]] = []
@@ -179,7 +179,7 @@ def _place(file: Path, top: Path) -> tuple[Path, str, str]:
     """The folder and the name that the files of one example share, and the role of this file.
 
     Args:
-        top: the folder that was given, whose own name says nothing: images/ may hold masks/.
+        top: the folder that was given, whose own name is no role: images/ may hold masks/.
     """
     stem, folder = file.stem, file.parent
     role = "image_path" if file.suffix.lower() in IMAGES else "prompt"
