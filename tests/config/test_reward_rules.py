@@ -101,6 +101,14 @@ def test_a_reward_has_no_name_of_a_column_of_evaluations(
     assert run_with(f"rewards={{{name}_score: {{scorer: jpeg_size}}}}")
 
 
+def test_a_stop_needs_a_reward_that_can_fall(
+    problems: Callable[..., list[str]], run_with: Callable[..., RunConfig]
+) -> None:
+    [line] = problems("evaluation.on_gold_fall=stop")
+    assert "evaluation.on_gold_fall: given 'stop', but no reward has role gold, and nothing would stop the run" in line
+    assert run_with("evaluation.on_gold_fall=stop", "rewards.size={scorer: jpeg_size, role: gold}")
+
+
 def test_columns_of_evaluations_are_the_refused_names() -> None:
     pytest.importorskip("torch")
     from retouch.training.evaluation import FACETS, Evaluation

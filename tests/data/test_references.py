@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from retouch.config import parse_run
+from retouch.config.needs import needed_pictures
 from retouch.data.base import DataError, ItemError, ItemFiles
 from retouch.data.dataset import check_item, load_dataset
 from retouch.data.discover import data_at
@@ -208,3 +210,15 @@ def test_stacking_keeps_the_strip_and_repaints_below() -> None:
     assert pixels(page.crop((0, 0, 48, 8))) == pixels(strip)
     assert mask_box(mask) == (8, 12, 40, 28)
     assert stack_above(None, page) is page
+
+
+def test_a_strip_needs_an_image_to_stand_above(tmp_path: Path) -> None:
+    """From nothing (text to image) the model would be trained without the reference that the run file asks for."""
+    picture().save(tmp_path / "r.png")
+    entry = {"prompt": "a sign", "reference_path": "r.png"}
+    (tmp_path / "list.json").write_text(json.dumps([entry]), encoding="utf-8")
+    data = {"format": "manifest", "path": str(tmp_path / "list.json"), "resolution": 64, "reference_strip": 16}
+    model = {"family": "flux_dev", "path": "tiny"}
+    run = parse_run({"name": "a", "model": model, "data": data, "algorithm": {"name": "grpo"}, "rewards": {"ocr": {}}})
+    with pytest.raises(DataError, match="image_path missing, which the run needs"):
+        load_dataset(run.data, "data", needed_pictures(run, training=True))

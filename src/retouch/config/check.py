@@ -42,6 +42,7 @@ def check(run: RunConfig) -> None:
     for key, section in data_sections(run).items():
         section.check(run, key)
     _distilled(run)
+    _gold(run)
     _weights(run)
     _sharding(run)
 
@@ -121,6 +122,15 @@ def _distilled(run: RunConfig) -> None:
             f"{last}, but {run.model.path} was distilled to {steps} steps, and only deterministic steps remove their "
             "noise; set rollout.window={size: 1, range: [0.25, 0.75]} with rollout.num_steps=4 or more, or "
             "algorithm.name=nft"
+        )
+
+
+def _gold(run: RunConfig) -> None:
+    evaluated = [entry for entry in run.rewards.values() if entry.role == "gold" and not entry.compares_group()]
+    if run.evaluation.on_gold_fall == "stop" and not evaluated:
+        raise ValueError(
+            "evaluation.on_gold_fall: given 'stop', but no reward has role gold, and nothing would stop the run; set "
+            "it for one that evaluations score, or leave on_gold_fall out"
         )
 
 

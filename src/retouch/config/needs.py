@@ -22,6 +22,8 @@ def needed_pictures(run: RunConfig, *, training: bool, scored: bool = True) -> f
         needs = needs.union(*(entry.example_images() for entry in run.rewards.values()))
     if takes_references(run, scored=scored):
         needs |= {"reference"}
+    if run.data.image_options.reference_strip is not None:
+        needs |= {"source"}  # the strip stands above it
     return needs | run.algorithm.given_images if training else needs
 
 
