@@ -629,6 +629,7 @@ def test_an_offloaded_painter_comes_for_each_batch_and_draws_the_same(
     assert moves == ["cpu", "cpu"] and all(torch.equal(a, b) for a, b in zip(stays, comes, strict=True))
 
 
+@pytest.mark.fast
 def test_a_run_leaves_what_every_run_leaves(vlm_file: RunFile, tmp_path: Path) -> None:
     file = vlm_file(logging__sinks=["tensorboard"], logging__rollout_images_every=1, training__checkpoint_every=1)
     outcome = train(file, "training.keep_checkpoints=1", "algorithm.images_per_completion=2")
