@@ -24,8 +24,8 @@ launch() {
 # `supervise COMMAND ...` runs a launcher, and passes every signal on as SIGTERM, which launchers pass on to their
 # processes; SIGUSR1 and SIGUSR2, which SLURM sends before the time limit (--signal=USR1@300), would end them.
 supervise() {
-  local child code=0 heard=
-  trap 'heard=1; kill -TERM "$child" 2>/dev/null || true' INT TERM HUP USR1 USR2
+  local child= code=0 heard=
+  trap 'heard=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null || true' INT TERM HUP USR1 USR2
   (
     trap '' USR1 USR2 # without B:, SLURM sends them to the launcher as well
     exec "$@"

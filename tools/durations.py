@@ -1,6 +1,6 @@
 """Write tests/durations.json, the list of tests that `make test` leaves out, from measured processor seconds.
 
-    make test-ci && python tools/durations.py .venv/durations.json [FILE ...]
+    make test-ci && python tools/durations.py .venv/durations-test-ci.json [FILE ...]
 
 Of several files the smallest number of a test counts: the first test of a process that needs a library pays for its
 import. A test is listed by its name if all of its cases cost `tests.tiers.LIMIT_S` or more, else by its cases.

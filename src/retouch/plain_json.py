@@ -74,18 +74,23 @@ def only_object(text: str) -> dict[str, Any]:
     """
     decoder = json.JSONDecoder(strict=False, object_pairs_hook=_without_doubles)
     found: list[dict[str, Any]] = []
-    problem, at, tries = "", text.find("{"), 0
+    problem, at, tries, broken = "", text.find("{"), 0, -1
     while at >= 0 and tries < _MOST_BRACES:
         tries += 1
+        if broken >= 0 and text.count("{", broken, at) <= text.count("}", broken, at):
+            broken = -1  # the object that is none has ended
         try:
             value, end = decoder.raw_decode(text, at)
-            found += [value] if value not in found else []
         except RecursionError:
             raise ValueError("nested too deep") from None
-        except _Doubled:
+        except _Ambiguous:
             raise
         except ValueError as error:
-            problem, end = problem or str(error), at + 1
+            problem, end, broken = problem or str(error), at + 1, at if broken < 0 else broken
+        else:
+            if broken >= 0:  # text that the answer quotes, such as a verdict in the image
+                raise _Ambiguous(f"an object within one that is not JSON: {problem}")
+            found += [value] if value not in found else []
         at = text.find("{", end)
     if at >= 0:
         raise ValueError(f"over {_MOST_BRACES} braces around JSON objects")
@@ -95,15 +100,15 @@ def only_object(text: str) -> dict[str, Any]:
     return _whole(found[0], text)
 
 
-class _Doubled(ValueError):
-    """A key that is there twice with different values."""
+class _Ambiguous(ValueError):
+    """A key that is there twice with different values, or an object that is a part of another one."""
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if found.setdefault(key, value) != value:
-            raise _Doubled(f"{key[:80]} is given twice, with different values")
+            raise _Ambiguous(f"{key[:80]} is given twice, with different values")
     return found
 
 

@@ -87,13 +87,29 @@ def test_a_request_that_no_server_answers_condemns_nobody() -> None:
 
 
 def test_a_reply_with_more_scores_is_kept_where_none_is_whole() -> None:
-    """One server has one of two rewards, the other none."""
-    with kit.Stub(kit.one_of_two_raises) as half, kit.Stub(kit.raises) as none:
-        for urls in ((half.url, none.url), (none.url, half.url)):
+    """One server has one of two rewards, the other none, or it is away: the scores there are may have a price."""
+    with kit.Stub(kit.one_of_two_raises) as half, kit.Stub(kit.raises) as none, kit.broken(None) as (away, _):
+        for urls in ((half.url, none.url), (none.url, half.url), (half.url, away), (away, half.url)):
             with client_of(*urls) as client:
                 batch = kit.items(4)
                 found = client.score(batch)
                 assert kit.right(batch, found["other"]) == 4 and not kit.right(batch, found[kit.REWARD])
+
+
+def test_two_servers_at_once_without_an_answer_are_asked_once_each() -> None:
+    """With `hedge_after_s` both replies count, each for its server."""
+
+    def slow(one: Any) -> None:
+        time.sleep(0.3)
+        kit.raises(one)
+
+    with (
+        kit.Stub(slow) as first,
+        kit.Stub(slow) as second,
+        client_of(first.url, second.url, hedge_after_s=0.05) as client,
+    ):
+        client.score(kit.items(4))
+        assert (first.requests, second.requests, client.statistics.hedges) == (1, 1, 1)
 
 
 def test_two_broken_servers_of_three() -> None:
@@ -121,7 +137,7 @@ def test_a_server_whose_breaker_half_opens_holds_no_request_up() -> None:
         for _ in range(10):
             batch = kit.items(8)
             assert kit.right(batch, client.score(batch)[kit.REWARD]) == 8
-        assert time.monotonic() - started < 5 and bad.requests == 1
+        assert time.monotonic() - started < 15 and bad.requests == 1  # a request that is held up takes 20 s
         bad.way = kit.sound
         bad.closing.set()  # the request that hangs ends in the middle of its reply
         until(lambda: place.under_way == 0)

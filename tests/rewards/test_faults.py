@@ -342,7 +342,7 @@ def test_a_request_that_is_cancelled_before_it_begins_gives_its_place_back() -> 
         async def cancelled() -> int:
             place = client._balancer.servers[0]
             place.sent(time.monotonic())
-            task = asyncio.create_task(client._attempt_or_hedge(place, items(1), "r", time.monotonic() + 5))
+            task = asyncio.create_task(client._attempt_or_hedge(place, items(1), "r", time.monotonic() + 5, ()))
             await asyncio.sleep(0)  # it has made its attempt, which has not begun
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

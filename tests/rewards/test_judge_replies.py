@@ -191,13 +191,16 @@ def test_what_a_reply_is(name: str) -> None:
         assert completion(reply, SENT) == expected
 
 
+FAR = "Mon, 01 Jan 99999999999 00:00:00 GMT"
+
+
 def test_the_date_of_a_retry_is_read() -> None:
     now = datetime.now(UTC).replace(microsecond=0)
     later = format_datetime(now + timedelta(seconds=30), usegmt=True)
     assert retry_after_s({"retry-after": later, "date": format_datetime(now, usegmt=True)}) == 30.0
     assert retry_after_s({"retry-after": later}) == pytest.approx(30, abs=3)
     assert retry_after_s({"retry-after": format_datetime(now - timedelta(seconds=30), usegmt=True)}) == 0.0
-    for broken in ("soon", "", "nan", "-3", "Wed, 99 Foo 2026", "1 Jan 2026 00:00:00"):
+    for broken in ("soon", "", "nan", "-3", "Wed, 99 Foo 2026", "1 Jan 2026 00:00:00", FAR):
         assert retry_after_s({"retry-after": broken}) == 0.0
 
 
@@ -289,6 +292,8 @@ AMBIGUOUS = {
     "I say 4.": "no JSON object: 'I say 4.'",
     '{"reason": "cut': "no JSON object: Unterminated string",
     "{" * 500: "over 100 braces",
+    '{"score": 3, "reason": "it reads "OPEN", {"score": 5, "reason": "y"}"}': "an object within one that is not JSON",
+    'I saw {"reason": "a sign that says {"reason": "ok", "score": 5}': "an object within one that is not JSON",
 }
 
 
@@ -397,6 +402,32 @@ def test_an_error_within_a_200_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
     )
     assert scorer.score([ITEM]) == [Score(0.8, {"reason": "fine"})]
     assert (len(asked), scorer.budget.spent_requests, scorer.budget.spent_in) == (4, 1, 10)
+
+
+def test_a_reply_without_an_answer_that_has_a_price_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Endpoints answer a question that they block with no choices, and bill it; it was asked until the deadline."""
+    blocked = {"choices": [], "usage": {"prompt_tokens": 1000, "completion_tokens": 0}}
+    scorer, asked = judge_of(monkeypatch, lambda *_: (200, blocked), budget_tokens=4000)
+    first, second = scorer.score([ITEM]), scorer.score([ITEM])
+    assert [outcome.code for outcome in first] == ["unavailable"] and len(asked) == 4
+    assert [outcome.code for outcome in second] == ["budget_spent"]
+    assert (scorer.budget.spent_requests, scorer.budget.spent_in) == (4, 4000)
+
+
+def test_a_key_that_a_long_reply_echoes_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies across the place where the reply is cut."""
+    key = "sk-" + "A" * 60
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    for body in ("x" * 270 + key, {"x" * 170: key}):
+        scorer, _ = judge_of(monkeypatch, lambda *_, body=body: (200 if isinstance(body, dict) else 401, body))
+        [outcome] = scorer.score([ITEM])
+        assert "sk-A" not in outcome.message and "***" in outcome.message
+
+
+def test_a_question_about_credits_is_no_account_without_credit() -> None:
+    """A validation error repeats the question."""
+    echoed = {"detail": [{"msg": "too long", "input": "a sign that reads OUT OF CREDITS"}]}
+    assert completion(Reply(422, {}, json.dumps(echoed).encode()), SENT) == REFUSED
 
 
 def test_an_account_without_quota_says_so_once(

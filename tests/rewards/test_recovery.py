@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import pytest
 
 from retouch.config import ConfigError
 from retouch.rewards.client.status import Status
+from retouch.rewards.protocol import CheckedScorer, RewardItem, ScorerSpec
 from retouch.rewards.server import supervisor as supervisor_module
 from retouch.rewards.server import worker as worker_module
 from retouch.rewards.server.output import Allowance, FewRepeats, pass_on
+from retouch.rewards.server.scoring import score_rewards
 from retouch.rewards.server.supervisor import Instance, Supervisor, backoff_s
-from retouch.types import Failure, Score
+from retouch.types import Failure, Outcome
 from tests.rewards.fakes import item, items, until, values
 from tests.rewards.test_launch import alive
 from tests.rewards.test_supervision import working
@@ -177,16 +180,36 @@ def test_a_worker_that_raises_again_is_replaced_less_often(monkeypatch: pytest.M
     """Its scorers may be wrong: loading takes minutes, and helps nothing."""
     clock = 1000.0
     monkeypatch.setattr(worker_module.time, "monotonic", lambda: clock)
-    raised, scored = {"a": [Score(0.5)], "b": [Failure("scorer_error", "no")]}, {"a": [Score(0.5)], "b": [Score(0.5)]}
-    bad = {"a": [Failure("bad_item", "no")], "b": [Failure("bad_item", "no"), Failure("scorer_error", "no")]}
     raising, replaced = worker_module.Raising(), list[float]()
     for _ in range(600):
         clock += 1.0
-        if raising.too_often(raised):
+        if raising.too_often(["b"]):
             replaced.append(clock - 1000.0)
     assert replaced == [5.0, 65.0, 185.0, 425.0]
-    assert not raising.too_often(scored) and not any(raising.too_often(raised) for _ in range(4))
-    assert not raising.too_often(bad) and not any(raising.too_often(raised) for _ in range(4))
+    assert not raising.too_often([]) and not any(raising.too_often(["b"]) for _ in range(4))
+
+
+def test_a_scorer_without_answers_raises_nothing() -> None:
+    """A judge that refuses, or has no key: another process would get no answer either, and would count its budget of
+    requests from 0 again."""
+
+    class Judge:
+        spec = ScorerSpec("judge", (0, 1), frozenset(), "1", "-")
+
+        def load(self, device: str) -> None: ...
+
+        def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+            if items[0].metadata.get("raises"):
+                raise RuntimeError("broken")
+            return [Failure("scorer_error", "the judge refused")] * len(items)
+
+    made = {"judge": CheckedScorer(Judge())}
+    raising: list[Sequence[str]] = []
+    for metadata in ({}, {"raises": True}, {}):
+        outcomes, work = score_rewards(made, ["judge"], [item(0, metadata=metadata)] * 3, [math.inf] * 3)
+        assert values(outcomes["judge"]) == ["scorer_error"] * 3
+        raising.append(work.raising)
+    assert raising == [[], ["judge"], []]
 
 
 # --- instances ---

@@ -71,7 +71,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
     try:
         now = parsedate_to_datetime(headers["date"]) if "date" in headers else datetime.now(UTC)
         return max(0.0, (parsedate_to_datetime(headers["retry-after"]) - now).total_seconds())
-    except (KeyError, TypeError, ValueError):  # one of the dates may be without its zone
+    except (KeyError, TypeError, ValueError, OverflowError):  # a date without its zone, or of no year that there is
         return 0.0
 
 

@@ -224,11 +224,13 @@ class CheckedScorer:
     Attributes:
         calls: number of calls of the scorer.
         largest: items, or groups, per call since memory ran out; None before.
+        raised: number of items for which the scorer raised.
     """
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
         self.calls = 0
+        self.raised = 0
         self.largest: int | None = None
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
@@ -262,6 +264,7 @@ class CheckedScorer:
             raw = _listed(answer)
         except Exception as error:  # a scorer is foreign code: any error is a typed failure of its items
             if len(parts) == 1:
+                self.raised += len(items)
                 return [raised(name, error)] * len(items)
             half = len(parts) // 2
             if _out_of_memory(error):

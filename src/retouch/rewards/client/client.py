@@ -277,13 +277,15 @@ class RewardClient:
                 deadline = now + self.options.timeout_s
                 self._budget.request(now)
             self._try_beside(server, numbered, request_id, deadline)
-            reply = await self._attempt_or_hedge(server, numbered, request_id, deadline)
-            if not isinstance(reply, Refusal):
-                self.statistics.latencies.append(time.monotonic() - asked)
-                return reply
-            refusal = reply
-            if reply.final:
-                unanswered[server] = reply.outcomes(self.rewards, len(items))
+            replies = await self._attempt_or_hedge(server, numbered, request_id, deadline, unanswered)
+            for server, reply in replies.items():
+                if not isinstance(reply, Refusal):
+                    self.statistics.latencies.append(time.monotonic() - asked)
+                    return reply
+                refusal = reply
+                if reply.final:
+                    unanswered[server] = reply.outcomes(self.rewards, len(items))
+            if refusal.final:
                 if not self._balancer.has_sound(unanswered) or not self._budget.take(time.monotonic()):
                     break
                 self.statistics.retries += 1
@@ -291,14 +293,15 @@ class RewardClient:
             failed = [*failed, server] if len(failed) + 1 < len(self.urls) else [server]
             backoff = _jitter.uniform(0, min(_BACKOFF_MAX_S, _BACKOFF_S * 2**attempt))  # full jitter
             await asyncio.sleep(max(0.0, min(backoff, deadline - time.monotonic())))
-            if reply.reached and not await self._may_retry(deadline):
+            if refusal.reached and not await self._may_retry(deadline):
                 break
             self.statistics.retries += 1
         if len(self.urls) > 1:
             for server in unanswered:
                 server.excused()
-        if unanswered and refusal.final:
-            return max(unanswered.values(), key=_scores_in)
+        best = max(unanswered.values(), key=_scores_in, default=None)
+        if best is not None and (refusal.final or _scores_in(best)):  # scores of some rewards, which may have a price
+            return best
         return refusal.outcomes(self.rewards, len(items))
 
     async def _server(
@@ -345,26 +348,32 @@ class RewardClient:
             attempt.add_done_callback(self._beside.discard)
 
     async def _attempt_or_hedge(
-        self, server: Server, items: list[RewardItem], request_id: str, deadline: float
-    ) -> Columns | Refusal:
-        """Ask a server, and after `hedge_after_s` a second one as well; the first good answer counts."""
+        self,
+        server: Server,
+        items: list[RewardItem],
+        request_id: str,
+        deadline: float,
+        unanswered: Collection[Server],
+    ) -> dict[Server, Columns | Refusal]:
+        """Ask a server, and after `hedge_after_s` a second one as well -> the first good answer, or every refusal, by
+        its server."""
         first = self._begin(server, items, request_id, deadline)
         if self.options.hedge_after_s is None or len(self.urls) == 1:
-            return await first
+            return {server: await first}
         await asyncio.wait([first], timeout=self.options.hedge_after_s)
-        other = None if first.done() else self._balancer.choose(time.monotonic(), [server])[0]
+        other = None if first.done() else self._balancer.choose(time.monotonic(), [server], never=unanswered)[0]
         if other is None or other is server or not self._budget.take(time.monotonic()):
-            return await first
+            return {server: await first}
         other.sent(time.monotonic())
         self.statistics.hedges += 1
-        second = self._begin(other, items, request_id, deadline)
-        tasks = {first, second}
+        tasks = {first: server, self._begin(other, items, request_id, deadline): other}
         try:
             while True:
-                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                reply = next((r for task in done if not isinstance(r := task.result(), Refusal)), None)
-                if reply is not None or not tasks:
-                    return reply if reply is not None else done.pop().result()
+                await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+                replies = {where: task.result() for task, where in tasks.items() if task.done()}
+                good = {where: reply for where, reply in replies.items() if not isinstance(reply, Refusal)}
+                if good or len(replies) == len(tasks):
+                    return good or replies
         finally:
             for task in tasks:
                 task.cancel()

@@ -40,6 +40,8 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 AUTO = "auto"
 DEFAULT_MODEL = "gpt-4o-2024-11-20"
 """Model of AUTO at OpenAI: the judge of the published Complex-Edit scores."""
+_BILLED_TRIES = 3  # of one question: replies without an answer that have a price
+_READ_BYTES = 65536  # of a reply, from which the key is removed before it is cut for a message
 _MOST_SERVED = 16  # names of the served model; more would mean that the name changes with every reply
 _MOST_NAME = 200  # characters of the name of the served model
 _MOST_TOKENS = 10**9  # of one reply: more would be a false number, and end the budget
@@ -272,7 +274,7 @@ class JudgeClient:
             JudgeError: no answer before the deadline, or a problem that a retry would not change.
             BudgetSpent: before anything is sent, or the account has no quota.
         """
-        problem, started = Problem("away", message="no answer"), time.monotonic()
+        problem, started, billed = Problem("away", message="no answer"), time.monotonic(), 0
         for attempt in range(1_000_000):
             if body is not None:
                 self._wait_turn(deadline)
@@ -281,7 +283,8 @@ class JudgeClient:
             if not isinstance(found, Problem):
                 return found
             problem = found
-            if body is not None:
+            billed += problem.billed
+            if body is not None and not problem.billed:
                 self.budget.undo()
             if problem.kind == "parameter":
                 return problem
@@ -291,6 +294,8 @@ class JudgeClient:
             if problem.kind == "refused":
                 raise JudgeError(problem.message)
             if problem.kind == "unreachable" and time.monotonic() - started > UNREACHABLE_S:
+                break
+            if billed == _BILLED_TRIES:
                 break
             pause = max(problem.wait_s, _jitter.uniform(0, min(8.0, 0.25 * 2**attempt)))  # full jitter
             if time.monotonic() + pause >= deadline:
@@ -308,7 +313,7 @@ class JudgeClient:
         try:
             reply = fetch(self._http, "GET" if body is None else "POST", url, deadline, body)
         except BrokenReply as error:
-            return Problem("refused", message=f"{self.address}: {error}")
+            return Problem("refused", message=self._redacted(f"{self.address}: {error}"))
         except (httpx.RequestError, TimeoutError) as error:
             message = self._redacted(f"{self.address}: {type(error).__name__} {error}")
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
@@ -317,17 +322,27 @@ class JudgeClient:
             self.is_away = False
             return Problem("away", message=message)
         self.is_away = False
-        told = f"HTTP {reply.status}: {reply.start(300) or 'an empty reply'}"
+        start = one_line(reply.body[:_READ_BYTES].decode("utf-8", "replace"), self._key, 300)
+        told = f"HTTP {reply.status}: {start or 'an empty reply'}"
         if reply.status == 404 and not self.address.endswith("/v1") and not self._query:
             told += "; the address of an OpenAI-compatible endpoint ends with /v1"
         try:
             found = read(reply)
         except ValueError:
             kind = "list of models" if body is None else "chat completion"
-            found, told = Problem("refused"), f"not a {kind}: {reply.start()}"
-        return (
-            replace(found, message=self._redacted(f"{self.address}: {told}")) if isinstance(found, Problem) else found
-        )
+            found, told = Problem("refused"), f"not a {kind}: {start}"
+        if not isinstance(found, Problem):
+            return found
+        if found.billed:
+            found = replace(found, billed=self._count_billed(reply))
+        return replace(found, message=self._redacted(f"{self.address}: {told}"))
+
+    def _count_billed(self, reply: Reply) -> bool:
+        """Count the tokens of a reply without an answer -> whether it has any."""
+        try:
+            return self.budget.used(reply.json()["usage"]) > 0
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return False
 
     def _leave_out(self, problem: Problem) -> None:
         """Send no more of a parameter that the endpoint refused; warn once."""
@@ -373,7 +388,7 @@ class JudgeClient:
             choice["message"].get("content")  # an error where there is none
             return choice
         except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            problem = f"{self.address}: not a chat completion: {str(found)[:200]}"
+            problem = f"{self.address}: not a chat completion: {one_line(str(found), self._key, 200)}"
             raise JudgeError(self._redacted(problem)) from None
 
     def _note_served(self, name: str) -> None:

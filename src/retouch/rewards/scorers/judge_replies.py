@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
 from retouch.rewards.addresses import retry_after_s
@@ -37,16 +37,21 @@ class Problem:
         wait_s: seconds after which the endpoint allows the next try.
         parameter: its name; "" for other kinds.
         message: the problem as one line.
+        billed: the reply reports tokens, which count although it is no answer.
     """
 
     kind: Literal["away", "unreachable", "refused", "exhausted", "parameter"]
     wait_s: float = 0.0
     parameter: str = ""
     message: str = ""
+    billed: bool = False
 
 
 _PASSES = {408, 409, 425, 429, 498}
 """Statuses below 500 that may pass; 498 is a provider without capacity."""
+
+_OF_THE_ACCOUNT = {400, 401, 403, 404, 429}
+"""Statuses with which endpoints report an account without quota; a 422 may repeat the text of the question."""
 
 _EXHAUSTED = re.compile(
     r"insufficient[ _-]?(?:quota|balance|credit|fund)|(?:balance|credits?|funds) (?:is|are) (?:insufficient|too low)|"
@@ -94,10 +99,12 @@ def completion(reply: Reply, sent: Collection[str] = ()) -> dict[str, Any] | Pro
         error = cast("dict[str, Any]", choices[0]).get("error")
     if error:
         code = cast("dict[str, Any]", error).get("code") if isinstance(error, dict) else None
-        return problem_of(Reply(_status(code), reply.headers, json.dumps(error).encode()), sent)
-    if choices == [] or (choices is None and ("choices" in found or found.get("object") == "chat.completion")):
-        return Problem("away")
-    return found
+        problem = problem_of(Reply(_status(code), reply.headers, json.dumps(error).encode()), sent)
+    elif choices == [] or (choices is None and ("choices" in found or found.get("object") == "chat.completion")):
+        problem = Problem("away")
+    else:
+        return found
+    return replace(problem, billed=bool(found.get("usage")))
 
 
 def listed(reply: Reply) -> list[str] | Problem:
@@ -123,7 +130,7 @@ def problem_of(reply: Reply, sent: Collection[str] = ()) -> Problem:
     """Why a reply with another status than 200 is no answer; its body may be JSON of any layout, or a proxy's page."""
     told = _told(reply)
     words = told.casefold()
-    if reply.status == 402 or (reply.status < 500 and _EXHAUSTED.search(words)):
+    if reply.status == 402 or (reply.status in _OF_THE_ACCOUNT and _EXHAUSTED.search(words)):
         return Problem("exhausted")
     if reply.status in _PASSES or (reply.status >= 500 and reply.status != 501):
         return Problem("away", max(retry_after_s(reply.headers), _retry_delay(words)))

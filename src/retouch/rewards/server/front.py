@@ -33,6 +33,7 @@ def run_app(app: FastAPI, listener: socket.socket, limits: Limits, token: str | 
     config = uvicorn.Config(
         app,
         http=protocol_of(limits, token),
+        ws="none",  # an upgrade would replace the protocol, which counts connections
         log_config=None,  # its lines go the way of all others, which bounds them
         log_level="warning",
         access_log=False,

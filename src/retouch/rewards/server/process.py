@@ -72,7 +72,7 @@ def main() -> None:
             specs = found
             channel.send({"specs": specs, "ready": True})
         rows = {name: [pack_outcome(outcome) for outcome in column] for name, column in outcomes.items()}
-        channel.send({"outcomes": rows, "calls": dict(work.calls), "seconds": dict(work.seconds)}, number)
+        channel.send({"outcomes": rows, **asdict(work)}, number)
 
 
 def _specs(scorers: Mapping[str, Scorer]) -> dict[str, dict[str, Any]]:

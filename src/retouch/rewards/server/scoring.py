@@ -19,10 +19,16 @@ LATE = Failure("deadline", "the deadline passed before the item was scored", ret
 
 @dataclass(frozen=True)
 class Work:
-    """Cost of a batch: reward -> calls of its scorer, and their seconds."""
+    """Cost of a batch: reward -> calls of its scorer, and their seconds.
+
+    Attributes:
+        raising: rewards whose scorer raised for every item. A judge without an answer raises nothing: another process
+            would get none either, and count its budget from 0 again.
+    """
 
     calls: Mapping[str, int]
     seconds: Mapping[str, float]
+    raising: Sequence[str] = ()
 
 
 _AGAIN_S = 5.0
@@ -77,14 +83,17 @@ def score_rewards(
     outcomes: dict[str, list[Outcome]] = {}
     calls: dict[str, int] = {}
     seconds: dict[str, float] = {}
+    raising: list[str] = []
     for name in names:
         if name not in scorers:
             known = ", ".join(scorers)
             outcomes[name] = [Failure("unknown_reward", f"no reward {name!r} here; there are: {known}")] * len(items)
             continue
         scorer, started = scorers[name], time.monotonic()
-        before, timely = scorer.calls, [i for i, deadline in enumerate(deadlines) if started <= deadline]
+        before, raised = scorer.calls, scorer.raised
+        timely = [i for i, deadline in enumerate(deadlines) if started <= deadline]
         scored = dict(zip(timely, scorer.score([items[i] for i in timely]), strict=True)) if timely else {}
         outcomes[name] = [scored.get(i, LATE) for i in range(len(items))]
         calls[name], seconds[name] = scorer.calls - before, time.monotonic() - started
-    return outcomes, Work(calls, seconds)
+        raising += [name] if timely and scorer.raised - raised == len(timely) else []
+    return outcomes, Work(calls, seconds, raising)

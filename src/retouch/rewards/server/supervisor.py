@@ -64,6 +64,7 @@ class Instance:
         self.status: Status | None = None
         self._started = 0.0
         self._start_at: float | None = None
+        self._retired = False  # it was ended, and what it still reports does not count
         self._lock = threading.Lock()  # of `process` and `status`
 
     def entry(self) -> dict[str, Any]:
@@ -88,7 +89,7 @@ class Instance:
                 pass_fds=[self.listener.fileno()],
                 start_new_session=True,
             )
-            self.status = None
+            self.status, self._retired = None, False
         assert self.process.stdin is not None
         line = {**settings, "listener": self.listener.fileno(), "device": self.device, "url": self.url}
         line["was_ready"] = self.was_ready
@@ -106,12 +107,19 @@ class Instance:
         except (httpx.RequestError, TimeoutError):  # it is being started
             return None
         with self._lock:
-            if found.status not in ("ready", "failed") or process is not self.process:
+            if found.status not in ("ready", "failed") or process is not self.process or self._retired:
                 return None
             self.status = found
             if found.status == "ready":
                 self.was_ready, self.attempts = True, 0
         return found
+
+    def retire(self) -> None:
+        """End the front, which failed to load what another instance has loaded: it is then started again."""
+        with self._lock:
+            self.was_ready, self._retired, self.status = True, True, None
+            if self.process is not None:
+                self.process.terminate()
 
     def died(self) -> bool:
         """Whether the front has ended since the last call; counts consecutive deaths soon after the start."""
@@ -192,8 +200,7 @@ class Supervisor:
             return
         for one in self.instances:
             if one.status is not None and one.status.status == "failed" and one.process is not None:
-                one.was_ready, one.status = True, None
-                one.process.terminate()
+                one.retire()
 
     def _ask(self) -> None:
         """Log that an instance is ready or failed, once for each of its starts."""

@@ -43,7 +43,6 @@ from retouch.rewards.server.frames import (
 )
 from retouch.rewards.server.output import Allowance, pass_on
 from retouch.rewards.server.scoring import Scored, Work
-from retouch.types import Failure, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -180,10 +179,11 @@ class ProcessWorker:
             self._kill()
             raise WorkerLost("the worker answered another batch")
         outcomes = {name: [unpack_outcome(row) for row in column] for name, column in message["outcomes"].items()}
-        if self._raising.too_often(outcomes):
+        work = Work(message["calls"], message["seconds"], message["raising"])
+        if self._raising.too_often(work.raising):
             logger.error("the scorers raised in %d batches in a row; the worker is replaced", _RAISING_BATCHES)
             self._kill()
-        return outcomes, Work(message["calls"], message["seconds"])
+        return outcomes, work
 
     async def _send(self, writer: asyncio.StreamWriter, frame: Sequence[memoryview]) -> None:
         """Write a frame in slices, of which the stream buffers one at a time; no pulse may come between them."""
@@ -228,6 +228,7 @@ class ProcessWorker:
             listening, ended = asyncio.create_task(self._listen(replies)), asyncio.create_task(process.wait())
             tasks += [listening, ended, asyncio.create_task(self._keep_pulse())]
             await asyncio.wait({listening, ended}, return_when=asyncio.FIRST_COMPLETED)
+            self.ready = False
             # the end of the process counts, not that of the socket, which a helper of a scorer may hold open
             await asyncio.wait({listening}, timeout=_LAST_WORDS_S)
             if listening.done() and (error := listening.exception()) is not None:
@@ -313,6 +314,7 @@ class ProcessWorker:
                 replies.put_nowait((head.number, message))
             elif self._was_ready:  # they were loaded before: memory, files or the network are missing at the moment
                 logger.error("the scorers cannot be loaded again: %s", message["problem"])
+                self._kill()  # a thread that a scorer started could keep the process, which scores nothing
             else:
                 self.problem = message["problem"]
 
@@ -348,10 +350,10 @@ class Raising:
         self._pause_s = 0.0
         self._not_before = 0.0
 
-    def too_often(self, outcomes: Mapping[str, Sequence[Outcome]]) -> bool:
-        """Count a batch -> whether the process is to be replaced now."""
+    def too_often(self, raising: Sequence[str]) -> bool:
+        """Count a batch, with the rewards whose scorer raised -> whether the process is to be replaced now."""
         now = time.monotonic()
-        if not any(_all_raised(column) for column in outcomes.values()):
+        if not raising:
             self._batches, self._pause_s = 0, 0.0
             return False
         self._batches += 1
@@ -361,10 +363,6 @@ class Raising:
         self._pause_s = max(_RAISING_S, 2 * self._pause_s)
         self._not_before = now + self._pause_s
         return True
-
-
-def _all_raised(column: Sequence[Outcome]) -> bool:
-    return bool(column) and all(isinstance(one, Failure) and one.code == "scorer_error" for one in column)
 
 
 def _kill_group(pid: int) -> None:
