@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -182,6 +183,15 @@ def test_records_that_are_lost_are_counted(whole: Path, cut: Path) -> None:
         f"metrics.jsonl: damaged: {2 - left} of the 2 optimizer steps before the checkpoint are missing in it"
         in outcome.err
     )
+
+
+def test_a_run_of_an_earlier_version_that_was_begun_from_another_has_lost_no_records(whole: Path, cut: Path) -> None:
+    """Nothing but its records tells where it began."""
+    metrics = cut / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if json.loads(line)["step"] >= 2), encoding="utf-8")
+    outcome = resumed(whole, cut)
+    assert outcome.code == 0 and "damaged" not in outcome.err
 
 
 def test_a_run_with_checkpoints_and_no_metrics_is_no_new_run(whole: Path, cut: Path) -> None:

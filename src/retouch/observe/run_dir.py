@@ -140,7 +140,7 @@ class RunDir:
         self._note_origin(None if resume_step is None else checkpoint)
         if resume_step is not None:
             if checkpoint is None or self.owns(checkpoint):
-                _warn_of_lost_records(metrics, resume_step, whole=not (self.path / "begun_from").exists())
+                _warn_of_lost_records(metrics, resume_step)
             _truncate(metrics, resume_step, evaluated=evaluated)
             self._ended = self._finished_at(resume_step)
             _keep_config(self.path, resume_step, self.run_file)
@@ -425,14 +425,12 @@ def _require_files(run: Path) -> None:
             raise ConfigError(f"{path} is not a folder; delete it")
 
 
-def _warn_of_lost_records(metrics: Path, step: int, *, whole: bool) -> None:
-    """Warn where metrics.jsonl has no record of optimizer steps before a checkpoint, which needs none of them.
-
-    Args:
-        whole: the run took every step itself; one that was begun from another run's checkpoint has those after it.
-    """
-    taken = {record["step"] for record in read_metrics(metrics) if record["kind"] == "train"}
-    first = 1 if whole else min(taken, default=step + 1)
+def _warn_of_lost_records(metrics: Path, step: int) -> None:
+    """Warn where metrics.jsonl has no record of optimizer steps before a checkpoint, which needs none of them. A run
+    that was begun from another run's checkpoint has those after it: its first record tells."""
+    records = read_metrics(metrics)
+    taken = {record["step"] for record in records if record["kind"] == "train"}
+    first = min((record["step"] + (record["kind"] != "train") for record in records), default=1)
     lost = sum(number not in taken for number in range(first, step + 1))
     if lost:
         logger.warning(
