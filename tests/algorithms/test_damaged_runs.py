@@ -15,8 +15,10 @@ import yaml
 from safetensors.torch import load_file
 
 from retouch.config import RunConfig
+from retouch.engine import CheckpointError
 from retouch.observe import sinks
 from retouch.observe.run_dir import RunDir, read_metrics
+from retouch.training.resume import resume_folder
 from retouch.types import Failure, Outcome, Stopped
 from tests.command_line import retouch
 from tests.conftest import small_run
@@ -170,6 +172,18 @@ def test_a_record_of_checked_items_is_made_again(damage: Callable[[Path], None],
         for record in records:
             if record.is_dir():
                 record.rmdir()
+
+
+@pytest.mark.parametrize("damage", [emptied, garbage, other_json], ids=lambda damage: damage.__name__)
+def test_what_a_run_was_begun_from_is_not_taken_for_the_base(damage: Callable[[Path], None], config: Config) -> None:
+    """Without a checkpoint of its own, it would begin from there; runs of earlier versions have it in config.yaml."""
+    run = RunDir(config(resume="auto"))
+    run.path.mkdir(parents=True)
+    assert resume_folder(run.config, run) is None
+    for name in ("config.yaml", "begun_from"):
+        damage(run.path / name)
+        with pytest.raises(CheckpointError, match=r"begun from (cannot be read|.*no complete)"):
+            resume_folder(run.config, run)
 
 
 # --- metrics.jsonl ---
