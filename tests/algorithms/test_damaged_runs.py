@@ -18,7 +18,7 @@ from retouch.config import RunConfig
 from retouch.engine import CheckpointError
 from retouch.observe import sinks
 from retouch.observe.run_dir import RunDir, read_metrics
-from retouch.training.resume import resume_folder
+from retouch.training.resume import evaluation_stands, resume_folder
 from retouch.types import Failure, Outcome, Stopped
 from tests.command_line import retouch
 from tests.conftest import small_run
@@ -253,6 +253,16 @@ def test_an_evaluation_in_which_every_reward_failed_is_repeated_when_the_run_is_
     _, after = train(config(**given, training__max_steps=2, resume="auto"))
     assert [r["step"] for r in of_kind(after, "eval")] == [0, 1, 2]
     assert all("preservation" in r for r in of_kind(after, "eval"))
+
+
+def test_an_evaluation_by_rewards_of_other_names_stands(config: Config, scripted: Use) -> None:
+    scripted(brightness)
+    run, _ = train(config(name="r", training__checkpoint_every=1))
+    kept = read_metrics(run.dir.path / "metrics.jsonl")
+    assert evaluation_stands(kept, 0, run.rewards)
+    renamed = [{name.replace("preservation", "other"): value for name, value in r.items()} for r in kept]
+    assert evaluation_stands(renamed, 0, run.rewards)
+    assert not evaluation_stands([{**r, "failed": 2.0} for r in renamed], 0, run.rewards)
 
 
 # --- run_id, which only the services read ---

@@ -83,9 +83,12 @@ def has_finished(config: RunConfig, step: int, records: Sequence[Mapping[str, An
 
 
 def evaluation_stands(records: Sequence[Mapping[str, Any]], step: int, rewards: RewardTable) -> bool:
-    """Whether no evaluation of a step has to be repeated because each of its rewards failed, by the records."""
+    """Whether no evaluation of a step has to be repeated because each of its rewards failed, by the records. One in
+    which none failed may have other rewards than the run has now."""
     found = [record for record in records if (record["kind"], record["step"]) == ("eval", step)]
-    return not found or not rewards.evaluated or any(name in found[-1] for name in rewards.evaluated)
+    if not found or not rewards.evaluated or "failed" not in found[-1]:
+        return True
+    return any(name in found[-1] for name in rewards.evaluated)
 
 
 def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> None:
