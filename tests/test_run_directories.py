@@ -19,7 +19,7 @@ import yaml
 
 import retouch as package
 from retouch.config import ConfigError, dump_run, load_run, parse_run
-from retouch.config.trust import consented, in_run_directory
+from retouch.config.trust import consent, consented, in_run_directory, named
 from retouch.engine.saved import declare_complete
 from tests import forked
 from tests.command_line import Outcome, retouch
@@ -349,6 +349,18 @@ def test_consent_is_kept_for_the_user_alone(
     record.chmod(0o600)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert not consented(run, content)
+
+
+def test_consent_is_kept_of_what_the_environment_names_while_training(
+    run_file: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later commands may run without the variable."""
+    monkeypatch.setenv("RETOUCH_PLUGINS", "colorsys")
+    run = parse_run(run_file(plugins=["colorsys"]))
+    assert not named(run)
+    consent(tmp_path, b"its run file", run)
+    monkeypatch.delenv("RETOUCH_PLUGINS")
+    assert named(run) and consented(tmp_path, b"its run file")
 
 
 def test_where_consent_cannot_be_kept_a_run_trains_and_says_so(

@@ -50,16 +50,15 @@ def _switches() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
 
 
 def rng_state() -> dict[str, Any]:
-    """State of the global random generators. The run's own seeds are derived; libraries may use these."""
+    """State of the global random generators. The run's own seeds are derived; libraries may use these. A process that
+    has not used CUDA yet has no state there, and asking for it would take memory of every GPU."""
     import torch
 
     name, keys, position, has_gauss, cached = np.random.get_state()
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all()
-        if torch.cuda.is_available()
-        else [],  # a driver also counts unusable GPUs
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         "numpy": [name, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, cached],  # pyright: ignore
         "python": [version, list(internal), gauss],
     }
@@ -69,7 +68,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     import torch
 
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -14,8 +15,10 @@ import yaml
 from safetensors.torch import load_file
 
 from retouch.config import RunConfig
+from retouch.engine import CheckpointError
 from retouch.observe import sinks
 from retouch.observe.run_dir import RunDir, read_metrics
+from retouch.training.resume import evaluation_stands, resume_folder
 from retouch.types import Failure, Outcome, Stopped
 from tests.command_line import retouch
 from tests.conftest import small_run
@@ -171,6 +174,18 @@ def test_a_record_of_checked_items_is_made_again(damage: Callable[[Path], None],
                 record.rmdir()
 
 
+@pytest.mark.parametrize("damage", [emptied, garbage, other_json], ids=lambda damage: damage.__name__)
+def test_what_a_run_was_begun_from_is_not_taken_for_the_base(damage: Callable[[Path], None], config: Config) -> None:
+    """Without a checkpoint of its own, it would begin from there; runs of earlier versions have it in config.yaml."""
+    run = RunDir(config(resume="auto"))
+    run.path.mkdir(parents=True)
+    assert resume_folder(run.config, run) is None
+    for name in ("config.yaml", "begun_from"):
+        damage(run.path / name)
+        with pytest.raises(CheckpointError, match=r"begun from (cannot be read|.*no complete)"):
+            resume_folder(run.config, run)
+
+
 # --- metrics.jsonl ---
 
 
@@ -182,6 +197,15 @@ def test_records_that_are_lost_are_counted(whole: Path, cut: Path) -> None:
         f"metrics.jsonl: damaged: {2 - left} of the 2 optimizer steps before the checkpoint are missing in it"
         in outcome.err
     )
+
+
+def test_a_run_of_an_earlier_version_that_was_begun_from_another_has_lost_no_records(whole: Path, cut: Path) -> None:
+    """Nothing but its records tells where it began."""
+    metrics = cut / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if json.loads(line)["step"] >= 2), encoding="utf-8")
+    outcome = resumed(whole, cut)
+    assert outcome.code == 0 and "damaged" not in outcome.err
 
 
 def test_a_run_with_checkpoints_and_no_metrics_is_no_new_run(whole: Path, cut: Path) -> None:
@@ -229,6 +253,16 @@ def test_an_evaluation_in_which_every_reward_failed_is_repeated_when_the_run_is_
     _, after = train(config(**given, training__max_steps=2, resume="auto"))
     assert [r["step"] for r in of_kind(after, "eval")] == [0, 1, 2]
     assert all("preservation" in r for r in of_kind(after, "eval"))
+
+
+def test_an_evaluation_by_rewards_of_other_names_stands(config: Config, scripted: Use) -> None:
+    scripted(brightness)
+    run, _ = train(config(name="r", training__checkpoint_every=1))
+    kept = read_metrics(run.dir.path / "metrics.jsonl")
+    assert evaluation_stands(kept, 0, run.rewards)
+    renamed = [{name.replace("preservation", "other"): value for name, value in r.items()} for r in kept]
+    assert evaluation_stands(renamed, 0, run.rewards)
+    assert not evaluation_stands([{**r, "failed": 2.0} for r in renamed], 0, run.rewards)
 
 
 # --- run_id, which only the services read ---

@@ -242,8 +242,8 @@ def test_a_run_begun_from_another_does_not_begin_from_the_base(
     again, found = train(run_of(algorithm, name="b", resume="auto"))
     assert [r["step"] for r in of_kind(found, "train")] == [2]
     assert same_weights(load_file(whole / "checkpoints/step-000002/weights" / FILE), final(again))
-    kept = yaml.safe_load((again.dir.path / "config.yaml").read_text(encoding="utf-8"))
-    assert kept["resume"] == str(origin.absolute())
+    assert (again.dir.path / "begun_from").read_text(encoding="utf-8") == f"{origin.resolve()}\n"
+    assert (again.dir.path / "config.yaml").read_text(encoding="utf-8") == again.dir.run_file
 
 
 @contextmanager
@@ -301,6 +301,22 @@ def rewrite(checkpoint: Path, state: dict[str, Any]) -> None:
     (checkpoint / "state.json").write_text(json.dumps(state), encoding="utf-8")
     about = json.loads((checkpoint / "complete.json").read_text(encoding="utf-8"))
     (checkpoint / "complete.json").write_text(json.dumps({**about, "files": record_files(checkpoint)}), "utf-8")
+
+
+def test_the_run_file_of_a_run_begun_from_another_does_not_begin_it_again(
+    run_of: Callable[..., RunConfig], first_run: Callable[..., Path]
+) -> None:
+    """It says what the user gave, to later commands as to those that look up consent by its text."""
+    origin = first_run("grpo")
+    b = {"name": "b", "training__checkpoint_every": 1}
+    train(run_of("grpo", resume=str(origin), **b))
+    again, _ = train(run_of("grpo", resume="auto", training__max_steps=3, **b))
+    outcome = retouch("train", again.dir.path / "config.yaml")
+    assert outcome.code == 0, outcome.err
+    found = read_metrics(again.dir.path / "metrics.jsonl")
+    assert [r["step"] for r in of_kind(found, "train")] == [2, 3]
+    assert "damaged" not in outcome.err
+    assert again.dir.begun_from() == origin.resolve()
 
 
 def test_an_origin_that_is_gone_is_named(run_of: Callable[..., RunConfig], first_run: Callable[..., Path]) -> None:

@@ -14,7 +14,7 @@ from retouch.config import RunConfig
 from retouch.rewards.table import RewardTable
 from retouch.training import scoring
 from retouch.training.scoring import RewardOutage
-from tests.rewards.fakes import FakeServer, black_hole, closed_port, honest, raw_server
+from tests.rewards.fakes import Answer, FakeServer, black_hole, closed_port, honest, raw_server, reply
 
 
 @pytest.mark.parametrize(("wait", "at_least"), [(0.0, 0.6), (1.2, 1.2)])
@@ -75,3 +75,25 @@ def test_a_run_starts_without_a_server_whose_rewards_another_has(
         r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "starts without" in r.getMessage()
     ]
     assert bad in line and good.url not in line
+
+
+def test_the_servers_that_are_up_are_compared_without_one_that_is_not(
+    config: Callable[..., RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The one that is missing comes first."""
+    monkeypatch.setattr(scoring, "STARTING_S", 0.6)
+    about = {"scorers": {"ocr": {}}}
+    with contextlib.ExitStack() as stack:
+        values = ((lambda _: 0.25), (lambda _: 0.75))
+        scripts = [lambda asked, _, value=value: Answer(reply(asked.ids, value, "ocr")) for value in values]
+        servers = [stack.enter_context(FakeServer(script, info=about)).url for script in scripts]
+        urls = [f"http://127.0.0.1:{closed_port()}", *servers]
+        run = config(rewards={"ocr": {"url": urls}}, reward_client={"outage_wait_s": 30.0})
+        table = RewardTable(run.rewards, run.reward_client, tmp_path)
+        stack.callback(table.close)
+        table.start()
+        scoring.wait_for_rewards(table, run.reward_client)
+    assert f"ocr: {servers[0]} and {servers[1]} differ by 0.5 on the same images" in caplog.text

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from retouch.config import RunConfig
-from retouch.config.check import COLUMNS
+from retouch.config import ConfigError, RunConfig, dump_run, load_run
+from retouch.config.check import COLUMNS, require_trainable
+from tests.command_line import retouch
 
 GATE = "but gated_by is not set; leave it out"
 BOX = "but crop is 'none'; set crop=mask_box, or leave it out"
@@ -90,23 +92,44 @@ def test_entries_that_do(rewards: str, run_with: Callable[..., RunConfig]) -> No
     assert run_with(f"rewards={rewards}").rewards["ocr"].scorer == "ocr"
 
 
+def refused(run: RunConfig) -> str:
+    """The message for a run that is not trained."""
+    with pytest.raises(ConfigError) as caught:
+        require_trainable(run)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("name", sorted(COLUMNS))
-def test_a_reward_has_no_name_of_a_column_of_evaluations(
-    name: str, problems: Callable[..., list[str]], run_with: Callable[..., RunConfig]
-) -> None:
+def test_a_reward_has_no_name_of_a_column_of_evaluations(name: str, run_with: Callable[..., RunConfig]) -> None:
     """A reward `text` would replace the target text of each row, and `level` would be in no mean and no alarm."""
-    [line] = problems(f"rewards={{{name}: {{scorer: jpeg_size}}}}")
+    line = refused(run_with(f"rewards={{{name}: {{scorer: jpeg_size}}}}"))
     assert f"rewards.{name}: given as the name of a reward, but evaluations have a column {name!r} of their own" in line
     assert line.endswith("give it another name, with scorer: jpeg_size")
-    assert run_with(f"rewards={{{name}_score: {{scorer: jpeg_size}}}}")
+    require_trainable(run_with(f"rewards={{{name}_score: {{scorer: jpeg_size}}}}"))
 
 
-def test_a_stop_needs_a_reward_that_can_fall(
-    problems: Callable[..., list[str]], run_with: Callable[..., RunConfig]
-) -> None:
-    [line] = problems("evaluation.on_gold_fall=stop")
+def test_a_stop_needs_a_reward_that_can_fall(run_with: Callable[..., RunConfig]) -> None:
+    line = refused(run_with("evaluation.on_gold_fall=stop"))
     assert "evaluation.on_gold_fall: given 'stop', but no reward has role gold, and nothing would stop the run" in line
-    assert run_with("evaluation.on_gold_fall=stop", "rewards.size={scorer: jpeg_size, role: gold}")
+    require_trainable(run_with("evaluation.on_gold_fall=stop", "rewards.size={scorer: jpeg_size, role: gold}"))
+
+
+def test_what_is_not_trained_is_refused_by_check_and_by_training_alone(
+    run_with: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """A run of an earlier version may have it, and is opened all the same."""
+    pytest.importorskip("torch")
+    from retouch.observe import RunDir
+    from retouch.training.build import can_begin
+
+    run = run_with("evaluation.on_gold_fall=stop", f"logging.dir={tmp_path}")
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_run(run), encoding="utf-8")
+    assert load_run(file).evaluation.on_gold_fall == "stop"
+    with pytest.raises(ConfigError, match=r"evaluation\.on_gold_fall: given 'stop'"):
+        can_begin(run, RunDir(run))
+    outcome = retouch("check", file)
+    assert outcome.code == 2 and "evaluation.on_gold_fall: given 'stop'" in outcome.err
 
 
 def test_columns_of_evaluations_are_the_refused_names() -> None:

@@ -110,6 +110,20 @@ def test_what_a_load_leaves_behind_is_restored() -> None:
     assert changes(before, process_state()) == []
 
 
+def test_a_load_does_not_take_memory_of_gpus_that_the_process_has_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either of these would initialize CUDA on each."""
+
+    def initializes(*_: Any) -> None:
+        raise AssertionError("CUDA is initialized")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", initializes)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", initializes)
+    with loading():
+        pass
+
+
 def test_a_load_within_a_load_is_one() -> None:
     with loading(), loading():
         torch.set_default_dtype(torch.float64)

@@ -12,7 +12,7 @@ import typer
 
 from retouch.cli.options import Json, Overrides, RunFile, Trust, start_logging
 from retouch.config import load_run, numbers
-from retouch.config.check import warnings_of
+from retouch.config.check import require_trainable, warnings_of
 from retouch.config.presets import preset_lines, preset_values
 from retouch.disk import writing
 from retouch.errors import ConfigError, NotReproduced
@@ -73,6 +73,7 @@ def check(
 ) -> None:
     """Check a run file and print its derived numbers, without loading models."""
     config = load_run(run, overrides or [], trust=trust or None)
+    require_trainable(config)
     if accelerate is not None and not memory:
         raise ConfigError("--accelerate: given without --memory, which is what it changes; add --memory")
     from retouch.texts import check_texts

@@ -9,6 +9,7 @@ from retouch.algorithms import ALGORITHMS
 from retouch.algorithms.base import RlConfig, require_gradient
 from retouch.config.derived import stochastic_steps, window_starts
 from retouch.config.needs import data_sections
+from retouch.errors import ConfigError
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -42,9 +43,27 @@ def check(run: RunConfig) -> None:
     for key, section in data_sections(run).items():
         section.check(run, key)
     _distilled(run)
-    _gold(run)
     _weights(run)
     _sharding(run)
+
+
+def require_trainable(run: RunConfig) -> None:
+    """Reject what a run shall not be trained with, but may have been: earlier versions did, and such a run is opened.
+
+    Raises:
+        ConfigError: "key: given ...; expected ...; set ...".
+    """
+    for name in sorted(COLUMNS & run.rewards.keys()):
+        raise ConfigError(
+            f"rewards.{name}: given as the name of a reward, but evaluations have a column {name!r} of their own, and "
+            f"would show neither rightly; give it another name, with scorer: {run.rewards[name].scorer}"
+        )
+    evaluated = [entry for entry in run.rewards.values() if entry.role == "gold" and not entry.compares_group()]
+    if run.evaluation.on_gold_fall == "stop" and not evaluated:
+        raise ConfigError(
+            "evaluation.on_gold_fall: given 'stop', but no reward has role gold, and nothing would stop the run; set "
+            "it for one that evaluations score, or leave on_gold_fall out"
+        )
 
 
 def _gradient_weight(run: RunConfig, key: str, entry: RewardEntry) -> None:
@@ -80,11 +99,6 @@ def _logging(run: RunConfig) -> None:
 
 
 def _rewards(run: RunConfig) -> None:
-    for name in sorted(COLUMNS & run.rewards.keys()):
-        raise ValueError(
-            f"rewards.{name}: given as the name of a reward, but evaluations have a column {name!r} of their own, and "
-            f"would show neither rightly; give it another name, with scorer: {run.rewards[name].scorer}"
-        )
     if not run.algorithm.trains_on_rewards:
         return
     if not run.rewards:
@@ -122,15 +136,6 @@ def _distilled(run: RunConfig) -> None:
             f"{last}, but {run.model.path} was distilled to {steps} steps, and only deterministic steps remove their "
             "noise; set rollout.window={size: 1, range: [0.25, 0.75]} with rollout.num_steps=4 or more, or "
             "algorithm.name=nft"
-        )
-
-
-def _gold(run: RunConfig) -> None:
-    evaluated = [entry for entry in run.rewards.values() if entry.role == "gold" and not entry.compares_group()]
-    if run.evaluation.on_gold_fall == "stop" and not evaluated:
-        raise ValueError(
-            "evaluation.on_gold_fall: given 'stop', but no reward has role gold, and nothing would stop the run; set "
-            "it for one that evaluations score, or leave on_gold_fall out"
         )
 
 

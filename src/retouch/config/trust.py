@@ -86,10 +86,10 @@ def consented(run: Path, run_file: bytes) -> bool:
 
 
 def consent(run: Path, run_file: bytes, config: BaseModel) -> None:
-    """Record that `retouch train` writes this run file to this directory, if it names code or hosts. Where that cannot
-    be recorded, a warning names the option that later commands need."""
-    found = named(config)
-    if not found or consented(run, run_file):
+    """Record that `retouch train` writes this run file to this directory. Where that cannot be recorded and it names
+    code or hosts, a warning names the option that later commands need; what the environment names now is recorded as
+    well, since that of a later command may not name it."""
+    if consented(run, run_file):
         return
     record = _record(run, run_file)
     try:
@@ -99,6 +99,8 @@ def consent(run: Path, run_file: bytes, config: BaseModel) -> None:
         record.unlink(missing_ok=True)
         record.touch(mode=0o600, exist_ok=False)
     except OSError as error:
+        if not (found := named(config)):
+            return
         logger.warning(
             "%s names code or hosts (%s), and the consent to use them cannot be recorded (%s); commands on this run "
             "will need --trust",

@@ -27,6 +27,7 @@ from retouch.config.errors import ConfigError
 from retouch.engine.parallel import Fsdp2, Replicated
 from retouch.engine.speed import choose_kernels, compile_blocks, leave_casts_to_autocast
 from retouch.engine.zero import Zero
+from retouch.errors import first_line
 from retouch.rewards.client.config import COLLECTIVE_S
 from retouch.types import Diverged
 
@@ -86,7 +87,7 @@ class Engine:
         """Gradient norm of the last step, before clipping."""
         self._overflows = 0
         self._collective_s = collective_s
-        self._between_cpus: Any = None  # gloo, from its first use on
+        self._between_cpus: Any = None  # gloo, from its first use on; False where it does not start
         self._parallel: Replicated | Zero
 
     # --- where and who ---
@@ -223,12 +224,15 @@ class Engine:
 
     def tensors_on_first(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
         """CPU tensors of every rank, in rank order, on the first; [] on the others. Sent one after the other between
-        CPUs: NCCL would take them, pickled, through every GPU, and each rank would keep those of all."""
+        CPUs: NCCL would take them, pickled, through every GPU, and each rank would keep those of all. It does where
+        gloo does not start."""
         if self.world_size == 1:
             return [tensors]
         if self._between_cpus is None:
-            timeout = timedelta(seconds=self._collective_s)
-            self._between_cpus = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
+            self._between_cpus = self._connected_cpus()
+        if not self._between_cpus:
+            everyones = self.gather_list([dict(tensors)])
+            return everyones if self.is_main else []
         shapes = self.gather_list([{name: (t.dtype, t.shape) for name, t in tensors.items()}])
         if not self.is_main:
             for tensor in tensors.values():
@@ -242,6 +246,22 @@ class Engine:
                 if tensor.numel():
                     dist.recv(tensor, rank, group=self._between_cpus)
         return found
+
+    def _connected_cpus(self) -> Any:
+        """A group of gloo, which looks up the address of this host, unlike NCCL; False on every rank where one cannot:
+        a checkpoint needs it first hours into a run, which shall not end there."""
+        found, problem = None, ""
+        try:
+            found = cast(
+                "dist.ProcessGroup", dist.new_group(timeout=timedelta(seconds=self._collective_s), backend="gloo")
+            )
+        except RuntimeError as error:
+            problem = f" ({first_line(error)})"
+        if not self.any(found is None):
+            return found
+        if self.is_main:
+            logger.warning("gloo does not connect all processes%s: rows of checkpoints go through the GPUs", problem)
+        return False
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

@@ -1,6 +1,6 @@
 """The run directory and the files that a run appends to.
 
-    RUN/config.yaml  [config-000040.yaml]  [attempt-1/]  .lock
+    RUN/config.yaml  [config-000040.yaml]  [begun_from]  [attempt-1/]  .lock
     RUN/environment.json  metrics.jsonl  log.txt  tensorboard/  [wandb/]  [run_id]  images/step-000040/  checkpoints/
 
 metrics.jsonl has one JSON object per line: {"step", "kind": "train" | "rollout" | "eval" | "event", ...}. Timings and
@@ -64,7 +64,7 @@ _OF_AN_ATTEMPT = ("images", "evaluations", "tensorboard", "wandb", "run_id", "me
 """Files that are moved to a folder of their own when a run starts again; the last one marks a directory as a run."""
 
 
-_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "log.txt", "run_id", "report.html")
+_FILES = ("config.yaml", "begun_from", "environment.json", "metrics.jsonl", "log.txt", "run_id", "report.html")
 
 _FOLDERS = ("images", "evaluations", "tensorboard", "checkpoints", "dumps")
 
@@ -101,11 +101,18 @@ class RunDir:
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def begun_from(self) -> Path | None:
-        """The checkpoint of another run that this one was begun from, which its config.yaml names; None without one."""
-        try:
-            given = read_config(self.path).get("resume")
-        except (ConfigError, OSError):
+        """The checkpoint of another run that this one was begun from, by its file of that name; None without one. Runs
+        of earlier versions have it in config.yaml.
+
+        Raises:
+            ConfigError: neither file tells, because it is damaged.
+        """
+        note = self.path / "begun_from"
+        if note.is_file():
+            return expanded(note.read_text(encoding="utf-8", errors="replace").removesuffix("\n"))
+        if not (self.path / "config.yaml").exists():
             return None
+        given = read_config(self.path).get("resume")
         foreign = isinstance(given, str) and given != "auto" and not self.owns(expanded(given))
         return expanded(cast("str", given)) if foreign else None
 
@@ -116,8 +123,8 @@ class RunDir:
             resume_step: step of the checkpoint to resume from; later records are dropped from metrics.jsonl. None
                 starts a new run; with `resume=auto` the files of an attempt without a checkpoint are moved to a folder.
             evaluated: whether the checkpoint was written after the evaluation of its step; if not, the run repeats it.
-            checkpoint: the checkpoint. One of another run is noted in config.yaml for as long as the run lives: without
-                a checkpoint of its own, `resume=auto` begins from it again.
+            checkpoint: the checkpoint. One of another run is noted in a file for as long as the run lives: without a
+                checkpoint of its own, `resume=auto` begins from it again.
 
         Raises:
             ConfigError: a new run where one exists, or another process writes here.
@@ -130,25 +137,33 @@ class RunDir:
         if resume_step is None and self.config.resume != "auto":
             self.require_new()
         aside = _put_aside(self.path) if resume_step is None and self.holds_run() else None
-        run_file = self.run_file
+        self._note_origin(None if resume_step is None else checkpoint)
         if resume_step is not None:
-            foreign = None if checkpoint is None or self.owns(checkpoint) else checkpoint.absolute()
-            origin = foreign or self.begun_from()
-            if origin is not None:
-                run_file = dump_run(self.config.model_copy(update={"resume": str(origin)}))
-            if foreign is None:
-                _warn_of_lost_records(metrics, resume_step, whole=origin is None)
+            if checkpoint is None or self.owns(checkpoint):
+                _warn_of_lost_records(metrics, resume_step)
             _truncate(metrics, resume_step, evaluated=evaluated)
             self._ended = self._finished_at(resume_step)
-            _keep_config(self.path, resume_step, run_file)
-        write_whole(self.path / "config.yaml", run_file)
+            _keep_config(self.path, resume_step, self.run_file)
+        write_whole(self.path / "config.yaml", self.run_file)
         write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
         self._metrics = os.fdopen(append_to(metrics), "a", encoding="utf-8")
         self._log_file = LogFile(self.path / "log.txt")
-        consent(self.path, run_file.encode(), self.config)
+        consent(self.path, self.run_file.encode(), self.config)
         if aside is not None:
             logger.warning("no checkpoint to resume from: starting again; earlier files were moved to %s", aside)
         self._sinks = open_sinks(self.config, self.path, resume_step)
+
+    def _note_origin(self, checkpoint: Path | None) -> None:
+        """Keep what the run is begun from in a file of its own: config.yaml, which may be trained again, says what the
+        user gave. A new run has none, also where one that stopped at once has left the file."""
+        note = self.path / "begun_from"
+        if checkpoint is None:
+            note.unlink(missing_ok=True)
+            return
+        with suppress(ConfigError):  # a checkpoint of its own needs no origin
+            origin = self.begun_from() if self.owns(checkpoint) else checkpoint.resolve()
+            if origin is not None:
+                write_whole(note, f"{origin}\n")
 
     def _finished_at(self, step: int) -> bool:
         """Whether the run finished at this step, and has no more steps."""
@@ -410,14 +425,12 @@ def _require_files(run: Path) -> None:
             raise ConfigError(f"{path} is not a folder; delete it")
 
 
-def _warn_of_lost_records(metrics: Path, step: int, *, whole: bool) -> None:
-    """Warn where metrics.jsonl has no record of optimizer steps before a checkpoint, which needs none of them.
-
-    Args:
-        whole: the run took every step itself; one that was begun from another run's checkpoint has those after it.
-    """
-    taken = {record["step"] for record in read_metrics(metrics) if record["kind"] == "train"}
-    first = 1 if whole else min(taken, default=step + 1)
+def _warn_of_lost_records(metrics: Path, step: int) -> None:
+    """Warn where metrics.jsonl has no record of optimizer steps before a checkpoint, which needs none of them. A run
+    that was begun from another run's checkpoint has those after it: its first record tells."""
+    records = read_metrics(metrics)
+    taken = {record["step"] for record in records if record["kind"] == "train"}
+    first = min((record["step"] + (record["kind"] != "train") for record in records), default=1)
     lost = sum(number not in taken for number in range(first, step + 1))
     if lost:
         logger.warning(

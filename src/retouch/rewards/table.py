@@ -235,7 +235,7 @@ class RewardTable:
             elif found:
                 logger.warning("rewards of weight 0, which are only logged, are not ready: %s", "; ".join(found))
         if every_server and not problems:
-            self._compare_servers()
+            self.compare_servers()
         return problems
 
     def has_a_server_each(self) -> bool:
@@ -349,12 +349,12 @@ class RewardTable:
         if self._cache:
             self._cache.close()
 
-    def _compare_servers(self) -> None:
-        """Warn about servers that score the golden images differently: they hold different models."""
+    def compare_servers(self) -> None:
+        """Warn about ready servers that score the golden images differently: they hold different models."""
         golden = golden_items()
         for backend in self._backends.values():
-            if isinstance(backend, RewardClient) and len(backend.urls) > 1:
-                for problem in disagreements(backend.probe(golden)):
+            if isinstance(backend, RewardClient) and len(backend.ready) > 1:
+                for problem in disagreements(backend.probe(golden, backend.ready)):
                     logger.warning("%s", problem)
 
     def _place(self, name: str, entry: RewardEntry) -> Place:

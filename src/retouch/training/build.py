@@ -16,6 +16,7 @@ from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.algorithms.base import RlConfig
 from retouch.config import ConfigError, Derived, RunConfig, derive
+from retouch.config.check import require_trainable
 from retouch.config.needs import needed_pictures, require_more_images
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
 from retouch.data.identity import trained_on
@@ -229,6 +230,7 @@ def _ids_without_target(config: RunConfig, data: Dataset) -> Sequence[int]:
 
 def can_begin(config: RunConfig, run_dir: RunDir) -> None:
     """Before minutes go into loading a model."""
+    require_trainable(config)
     run_dir.require_free()
     given = config.resume
     if given is None:

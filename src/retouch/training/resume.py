@@ -14,7 +14,7 @@ from pydantic_core import to_jsonable_python
 from torch import Tensor
 
 from retouch.complete import COMPLETE, complete_checkpoints, damaged
-from retouch.config import RunConfig, dump_run, yaml12
+from retouch.config import ConfigError, RunConfig, dump_run, yaml12
 from retouch.config.base import Section
 from retouch.config.load import with_new_names
 from retouch.data.dataset import Dataset
@@ -50,7 +50,7 @@ def resume_folder(config: RunConfig, run_dir: RunDir) -> Path | None:
     from another run's checkpoint and stopped before its first own one begins from it again, and not from the base.
 
     Raises:
-        CheckpointError: that one is gone.
+        CheckpointError: that one is gone, or which it is cannot be read: the base would be another run's beginning.
     """
     if config.resume is None:
         return None
@@ -58,7 +58,13 @@ def resume_folder(config: RunConfig, run_dir: RunDir) -> Path | None:
         return Path(config.resume).expanduser()
     if found := complete_checkpoints(run_dir.checkpoints):
         return found[-1]
-    origin = run_dir.begun_from()
+    try:
+        origin = run_dir.begun_from()
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{run_dir.path}: has no checkpoint of its own, and what it was begun from cannot be read ({error}); "
+            "restore that file, set resume to a checkpoint, or start a new run under another name=..."
+        ) from None
     if origin is None:
         return None
     if not (origin / COMPLETE).is_file():
@@ -77,9 +83,12 @@ def has_finished(config: RunConfig, step: int, records: Sequence[Mapping[str, An
 
 
 def evaluation_stands(records: Sequence[Mapping[str, Any]], step: int, rewards: RewardTable) -> bool:
-    """Whether no evaluation of a step has to be repeated because each of its rewards failed, by the records."""
+    """Whether no evaluation of a step has to be repeated because each of its rewards failed, by the records. One in
+    which none failed may have other rewards than the run has now."""
     found = [record for record in records if (record["kind"], record["step"]) == ("eval", step)]
-    return not found or not rewards.evaluated or any(name in found[-1] for name in rewards.evaluated)
+    if not found or not rewards.evaluated or "failed" not in found[-1]:
+        return True
+    return any(name in found[-1] for name in rewards.evaluated)
 
 
 def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> None:

@@ -127,6 +127,7 @@ def wait_for_rewards(table: RewardTable, client: RewardClientConfig) -> None:
         if not problems or table.has_a_server_each():
             if problems:
                 logger.warning("the run starts without some servers of its rewards: %s", "; ".join(problems))
+                table.compare_servers()
             _require_default_dtype()
             return
     started_elsewhere = [n for n, entry in table.entries.items() if entry.url not in (None, "auto") and entry.weight]

@@ -98,6 +98,8 @@ class RewardClient:
         if not urls:
             raise ValueError("a reward client needs at least one server address")
         self.urls = [base_url(url) for url in urls]
+        self.ready: list[str] = []
+        """The servers that the last `wait_ready` found ready."""
         self.rewards = list(rewards)
         self.options = options or RewardClientConfig(timeout_s=timeout_s, batch_size=batch_size)
         self.statistics = ClientStatistics()
@@ -130,13 +132,13 @@ class RewardClient:
         """url -> reply of /info, for the servers that answer."""
         return self._call(self._info()).result()
 
-    def probe(self, items: Sequence[RewardItem]) -> dict[str, Columns]:
-        """Score the same items on every server -> url -> outcomes."""
-        return self.submit_probe(items).result()
+    def probe(self, items: Sequence[RewardItem], urls: Sequence[str] | None = None) -> dict[str, Columns]:
+        """Score the same items on every server, or on some -> url -> outcomes."""
+        return self._call(self._probe(list(items), self.urls if urls is None else urls)).result()
 
     def submit_probe(self, items: Sequence[RewardItem]) -> Future[dict[str, Columns]]:
-        """`probe` without waiting for it."""
-        return self._call(self._probe(list(items)))
+        """`probe` of every server without waiting for it."""
+        return self._call(self._probe(list(items), self.urls))
 
     def close(self) -> None:
         """End the thread; open requests are cancelled. May be called twice."""
@@ -424,6 +426,7 @@ class RewardClient:
             probe_s = min(CONNECT_S, max(_LEAST_S, deadline - time.monotonic()))
             found = await asyncio.gather(*(self._exchange.readiness(url, probe_s) for url in self.urls))
             missing = [server for server in found if server is not None]
+            self.ready = [url for url, problem in zip(self.urls, found, strict=True) if problem is None]
             for server, problem in zip(self._balancer.servers, found, strict=True):
                 if problem is None:
                     server.failures = 0  # the server is back: close its breaker
@@ -435,14 +438,14 @@ class RewardClient:
                 return [server.problem for server in missing]
             await asyncio.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
 
-    async def _probe(self, items: list[RewardItem]) -> dict[str, Columns]:
+    async def _probe(self, items: list[RewardItem], urls: Sequence[str]) -> dict[str, Columns]:
         numbered = [replace(item, id=i) for i, item in enumerate(items)]
 
         async def ask(url: str) -> Columns:
             reply = await self._exchange.ask(url, numbered, uuid.uuid4().hex, time.monotonic() + self.options.timeout_s)
             return reply.outcomes(self.rewards, len(items)) if isinstance(reply, Refusal) else reply
 
-        return dict(zip(self.urls, await asyncio.gather(*(ask(url) for url in self.urls)), strict=True))
+        return dict(zip(urls, await asyncio.gather(*(ask(url) for url in urls)), strict=True))
 
     async def _info(self) -> dict[str, dict[str, Any]]:
         answers = await asyncio.gather(*(self._exchange.info(url) for url in self.urls))
