@@ -165,6 +165,21 @@ def test_the_grid_has_a_row_for_each_example_and_a_column_for_each_evaluation(
     assert Image.fromarray(seen).size == (64, 32)
 
 
+def test_the_grid_shows_what_every_evaluation_has_an_image_of(loaded: Loaded, examples: Dataset) -> None:
+    """Of an earlier one fewer images were kept, where `grid_examples` was raised since; one without any is left out."""
+    after = run(loaded, examples[:2], 4)
+    first = sum(row["example"] == after.rows[0]["example"] for row in after.rows)
+    fewer, none = Evaluation(after.rows, after.images[:first]), Evaluation(after.rows, [])
+    assert (
+        evaluation_grid(examples[:2], {"before": fewer, "after": after}, 2).size
+        == evaluation_grid(examples[:2], {"before": after, "after": after}, 1).size
+    )
+    assert (
+        evaluation_grid(examples[:2], {"before": none, "after": after}, 2).size
+        == evaluation_grid(examples[:2], {"after": after}, 2).size
+    )
+
+
 @pytest.mark.parametrize(
     ("after", "before", "expected"),
     [

@@ -418,6 +418,21 @@ def test_an_export_names_the_variable_for_the_family_of_a_plug_in(copied: Copy) 
     assert "model.family: given 'theirs'; known: " in line and "to RETOUCH_PLUGINS" in line
 
 
+def test_an_export_imports_the_plug_ins_of_the_users_own_run_for_its_family(copied: Copy, tmp_path: Path) -> None:
+    """They are in the run file already, which the message would have the user do."""
+    folder, marker = copied.path / "checkpoints/step-000004", tmp_path / "imported"
+    (tmp_path / "family_of_the_user.py").write_text(MODULE.format(marker=str(marker)), encoding="utf-8")
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    text = state["config"].replace("family: flux_fill", "family: theirs")
+    text = text.replace("plugins: []", "plugins: [family_of_the_user]")
+    (folder / "state.json").write_text(json.dumps({**state, "config": text}), encoding="utf-8")
+    declare_complete(folder, 4, pinned=True)
+    command = [sys.executable, "-m", "retouch", "export", str(copied.path), "--to", "diffusers-lora"]
+    assert "given 'theirs'" in forked.run(command, cwd=tmp_path).stderr and not marker.exists()
+    consent(copied.path, text.encode(), parse_run(copied.config))
+    assert "given 'theirs'" in forked.run(command, cwd=tmp_path).stderr and marker.exists()  # it registers none
+
+
 def test_modules_in_a_run_directory_are_not_found_by_libraries(copied: Copy, signs: Path, tmp_path: Path) -> None:
     """A library that looks for an optional package does not find a file of the working directory, neither where the
     scorer is a function of this package; and an installed plug-in is the installed one."""

@@ -51,7 +51,7 @@ def _switches() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
 
 def rng_state() -> dict[str, Any]:
     """State of the global random generators. The run's own seeds are derived; libraries may use these. A process that
-    has not used CUDA yet has no state there, and asking for it would take memory of every GPU."""
+    has not used CUDA yet has no state there, and reading it would take memory of every GPU."""
     import torch
 
     name, keys, position, has_gauss, cached = np.random.get_state()

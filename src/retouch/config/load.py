@@ -306,7 +306,7 @@ def parse_run(
     if not trust:
         _require_consent_to_read(merged, overridden, source)
     expanded = with_variables(merged, unread=unread)
-    _take_in_plugins(expanded.get("plugins"), source)
+    take_in_plugins(expanded.get("plugins"), source)
     try:
         run = RunConfig.model_validate(expanded)
     except ValidationError as error:
@@ -342,7 +342,7 @@ def _variables_in(node: Any, key: Key = ()) -> Iterator[tuple[Key, list[str]]]:
         yield key, [node]
 
 
-def _take_in_plugins(modules: object, source: str) -> None:
+def take_in_plugins(modules: object, source: str) -> None:
     """Import the modules under `plugins`, which register components; the schema reports a malformed list."""
     named = cast("list[object]", modules) if isinstance(modules, list) else []
     try:

@@ -1,5 +1,5 @@
 """Parts of the run file of a run directory, read without what it names: it may be anybody's, and `retouch compare` and
-`export` import no module of it, read no variable for it, and need no consent."""
+`export` import no module for these, read no variable, and need no consent."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Consent to the code and the hosts that the run file of a run directory names.
 
-A run file is the user's own. A run directory may come from anybody and is data: a command uses the code and the hosts
-that it names only with consent. Consent is `--trust`, a value that the command line or the environment names as well,
-or that `retouch train` wrote this run file to this directory. `train` records that in the user's state folder, by the
-real path of the directory and the content of its run file: a copy has no consent, and neither has a changed file.
+A run file is the user's own, and `train` itself takes its run file as that, wherever it lies. A run directory may come
+from anybody and is data: any other command uses the code and the hosts that it names only with consent. Consent is
+`--trust`, a value that the command line or the environment names as well, or that `retouch train` wrote this run file
+to this directory. `train` records that in the user's state folder, by the real path of the directory and the content of
+its run file: a copy has no consent, and neither has a changed file.
 
 Options declare what they name by `Names`. A server on this machine's loopback needs no consent.
 """

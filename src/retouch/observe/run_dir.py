@@ -105,7 +105,7 @@ class RunDir:
         of earlier versions have it in config.yaml.
 
         Raises:
-            ConfigError: neither file tells, because it is damaged.
+            ConfigError: the file that names it is damaged.
         """
         note = self.path / "begun_from"
         if note.is_file():
@@ -154,7 +154,7 @@ class RunDir:
         self._sinks = open_sinks(self.config, self.path, resume_step)
 
     def _note_origin(self, checkpoint: Path | None) -> None:
-        """Keep what the run is begun from in a file of its own: config.yaml, which may be trained again, says what the
+        """Keep what the run is begun from in a file of its own: config.yaml, which may be trained again, has what the
         user gave. A new run has none, also where one that stopped at once has left the file."""
         note = self.path / "begun_from"
         if checkpoint is None:
@@ -427,7 +427,7 @@ def _require_files(run: Path) -> None:
 
 def _warn_of_lost_records(metrics: Path, step: int) -> None:
     """Warn where metrics.jsonl has no record of optimizer steps before a checkpoint, which needs none of them. A run
-    that was begun from another run's checkpoint has those after it: its first record tells."""
+    that was begun from another run's checkpoint has those after it: they begin with its first record."""
     records = read_metrics(metrics)
     taken = {record["step"] for record in records if record["kind"] == "train"}
     first = min((record["step"] + (record["kind"] != "train") for record in records), default=1)

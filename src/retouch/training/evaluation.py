@@ -216,23 +216,25 @@ def measured(work: Work, scored: Scored) -> Evaluation:
 
 
 def evaluation_grid(examples: Sequence[Example], columns: dict[str, Evaluation], count: int) -> Image:
-    """Rows of examples: the masked input, then the image of each evaluation with the text that was read in it. The last
-    one decides on the examples; another without an image of one of them is left out."""
+    """Rows of examples: the masked input, then the image of each evaluation with the text that was read in it. The
+    examples are those of the last one that each with images has one of, or that it has; another without an image of
+    one of them is left out."""
     *_, last = columns.values()
+    images = {name: found for name, one in columns.items() if (found := _cells(one))}
     ids = [row["example"] for row in last.rows if row["index"] == 0][:count]
+    ids = [example for example in ids if all(example in found for found in images.values())] or ids
     by_id = {example.id: example for example in examples}
     chosen = [by_id[example] for example in ids]
-    cells = {name: found for name, one in columns.items() if (found := _cells(one, ids)) is not None}
+    cells = {name: [found[e] for e in ids] for name, found in images.items() if found.keys() >= {*ids}}
     inputs = [(masked_input(example), shown_text(example.metadata) or example.prompt) for example in chosen]
     shown = "text to write" if any("text" in example.metadata for example in chosen) else "prompt"
     return grid(list(zip(inputs, *cells.values(), strict=True)), [f"input: {shown}", *cells])
 
 
-def _cells(evaluation: Evaluation, ids: Sequence[int]) -> list[tuple[Any, str]] | None:
-    """The first image of each of some examples with the text that was read in it; None where one is missing."""
+def _cells(evaluation: Evaluation) -> dict[int, tuple[Any, str]]:
+    """Example -> its first image with the text that was read in it, of those that have one."""
     kept = zip(evaluation.rows, evaluation.images, strict=False)  # the first images are kept
-    found = {row["example"]: (image, _reading(row)) for row, image in kept if row["index"] == 0}
-    return [found[example] for example in ids] if found.keys() >= {*ids} else None
+    return {row["example"]: (image, _reading(row)) for row, image in kept if row["index"] == 0}
 
 
 def save_evaluation(evaluation: Evaluation, folder: Path, images: int) -> None:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from retouch.adapters import FORMATS
 from retouch.complete import complete_checkpoints
 from retouch.config.errors import nearest
+from retouch.config.load import take_in_plugins
 from retouch.config.parts import model_of, trains_text_encoder
+from retouch.config.trust import consented
 from retouch.disk import file_problem, writing
 from retouch.engine.saved import saved_run_file, sound_state
 from retouch.errors import CheckpointError, ConfigError, first_line
 from retouch.use.trained import weights_folder
+
+if TYPE_CHECKING:
+    from retouch.families.base import ModelSection
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +47,9 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
         out = _export_folder(folder.parent, f"{to}-raw" if raw else to)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out: given {out}; expected a new or empty folder; choose another")
-    run = saved_run_file(sound_state(folder.parent), folder.parent)
-    config = model_of(run, f"{folder.parent}: state.json")
+    state = sound_state(folder.parent)
+    run = saved_run_file(state, folder.parent)
+    config = _model(run, state["config"], folder.parent)
     if trains_text_encoder(run):
         kind = "a PEFT adapter" if (folder / "adapter_config.json").is_file() else "a model of transformers"
         raise ConfigError(
@@ -67,6 +74,23 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
         raise CheckpointError(f"{checkpoint}: cannot be exported: {first_line(error)}") from None
     logger.info("exported %s", folder)
     return written
+
+
+def _model(run: Mapping[str, Any], run_file: str, checkpoint: Path) -> ModelSection:
+    """The model of a checkpoint. Its family may be one of the plug-ins of the run, which are imported where `train`
+    wrote the run file to the directory of the run.
+
+    Raises:
+        ConfigError: no such section, or no such family.
+    """
+    source = f"{checkpoint}: state.json"
+    try:
+        return model_of(run, source)
+    except ConfigError:
+        if not run.get("plugins") or not consented(checkpoint.resolve().parent.parent, run_file.encode()):
+            raise
+    take_in_plugins(run["plugins"], source)
+    return model_of(run, source)
 
 
 @contextmanager
