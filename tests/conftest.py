@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -41,6 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Only the tests under tests/cuda see a GPU (`make test-gpu`): the others compare with what a CPU computes. What
     is remembered of checked data, and of the runs that were trained, is kept out of the home of whoever runs them."""
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) == signal.SIG_IGN:  # nohup's choice, which shells cannot take back in tests of them
+            signal.signal(number, signal.SIG_DFL)
     os.environ["XDG_CACHE_HOME"] = os.environ["XDG_STATE_HOME"] = _CACHE.name
     if recorded := config.getoption("--record-durations"):
         config.pluginmanager.register(tiers.Recorder(Path(recorded)))
