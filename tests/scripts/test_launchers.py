@@ -434,7 +434,10 @@ def test_a_signal_ends_the_command_and_is_no_reason_to_restart(number: signal.Si
             time.sleep(0.05)
         time.sleep(0.3)
         process.send_signal(number)
-        assert process.wait(timeout=30) == 3
+        try:
+            assert process.wait(timeout=30) == 3
+        finally:
+            process.kill()
     assert (gpus / "ended").read_text(encoding="utf-8") == "ended\n"
     assert len(runs(gpus)) == 1
 
@@ -451,7 +454,10 @@ def test_signals_reach_the_processes_of_a_launcher_as_sigterm(number: signal.Sig
     with subprocess.Popen(command, env=with_path(tmp_path), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.wait(timeout=30) == 3
+        try:
+            assert process.wait(timeout=30) == 3
+        finally:
+            process.kill()
         assert process.stdout.read() == "TERM\n"
 
 
