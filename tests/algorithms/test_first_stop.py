@@ -310,11 +310,12 @@ def test_the_run_file_of_a_run_begun_from_another_does_not_begin_it_again(
     origin = first_run("grpo")
     b = {"name": "b", "training__checkpoint_every": 1}
     train(run_of("grpo", resume=str(origin), **b))
-    again, _ = train(run_of("grpo", resume="auto", training__max_steps=3, **b))
+    again, before = train(run_of("grpo", resume="auto", training__max_steps=3, **b))
     outcome = retouch("train", again.dir.path / "config.yaml")
     assert outcome.code == 0, outcome.err
     found = read_metrics(again.dir.path / "metrics.jsonl")
     assert [r["step"] for r in of_kind(found, "train")] == [2, 3]
+    assert of_kind(found, "train") == of_kind(before, "train")  # with their times: none was taken again
     assert "damaged" not in outcome.err
     assert again.dir.begun_from() == origin.resolve()
 
