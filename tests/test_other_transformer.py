@@ -77,7 +77,7 @@ def test_an_epoch_does_not_go_on_with_other_weights_in_its_place(run_yaml: Path,
     again = ["resume=" + str(tmp_path / "runs/t/checkpoints/step-000001"), *sampled]
     copy = Path(shutil.copytree(other, tmp_path / "copy"))
     outcome = retouch("train", run_yaml, *again, f"model.transformer.path={copy}")
-    assert outcome.code == 2 and "lies inside an epoch of model.transformer=" in outcome.err
+    assert outcome.code == 2 and "lies inside an epoch of model.transformer.path=" in outcome.err
     [file] = (other / "one-transformer").glob("*.safetensors")
     tensors, kept = load_file(file), file.read_bytes()
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, file, metadata={"format": "pt"})

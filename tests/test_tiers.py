@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools.durations import listed, smallest
-from tools.mutants import exists, in_fast_tier, load
+from tools.durations import guards, listed, smallest
+from tools.mutants import Mutant, exists, in_fast_tier, load
 
 from retouch.algorithms import ALGORITHMS
 from retouch.families import FAMILIES
@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 
 def test_the_list_names_tests_that_exist() -> None:
     """A test that was renamed would be in `make test` again, whatever it costs."""
-    missing = [test for test in tiers.read() if not exists(test, ROOT)]
+    record = tiers.read()
+    missing = [test for test in {**record.expensive, **record.guards} if not exists(test, ROOT)]
     assert not missing, "run: make test-ci && python tools/durations.py .venv/durations-test-ci.json"
 
 
@@ -52,8 +53,20 @@ def test_an_expensive_test_is_listed_by_its_name_or_its_cases() -> None:
     second = {"t.py::a[1]": 0.4, "t.py::b[1]": 3.0}
     entries = listed(smallest([first, second]))
     assert entries == {"t.py::a[1]": 0.4, "t.py::b": 2.0}
-    assert tiers.expensive("t.py::b[3]", entries) and tiers.expensive("t.py::a[1]", entries)
-    assert not tiers.expensive("t.py::a[2]", entries) and not tiers.expensive("t.py::a", entries)
+    record = tiers.Record(entries, {})
+    assert record.leaves_out("t.py::b[3]") and record.leaves_out("t.py::a[1]")
+    assert not record.leaves_out("t.py::a[2]") and not record.leaves_out("t.py::a")
+
+
+def test_the_cheapest_tests_of_mutants_stay() -> None:
+    seconds = {"t.py::a": 0.1, "t.py::b[1]": 0.9, "t.py::b[2]": 0.5, "t.py::c": 0.8, "t.py::d": 9.0}
+    named = [("t.py::a", "t.py::c"), ("t.py::b", "t.py::c"), *[("t.py::a",)] * 7, ("t.py::d",)]
+    mutants = [Mutant(str(number), "x", "y", tests) for number, tests in enumerate(named)]
+    found = guards(seconds, mutants[:-1])
+    assert found == {"t.py::b[2]": 0.5}
+    record = tiers.Record(listed(seconds), found)
+    assert [record.leaves_out(test) for test in ("t.py::b[1]", "t.py::b[2]", "t.py::b", "t.py::c")] == [1, 0, 0, 1]
+    assert [in_fast_tier(mutant, record) for mutant in mutants] == [True] * 9 + [False]
 
 
 SLEEPER = """

@@ -1,8 +1,9 @@
 """The tiers of the tests, by processor seconds: `make test` runs those that cost little, `make test-ci` the others too.
 
 `durations.json` names every test, or case of a test, that costs `LIMIT_S` or more; it gets the marker `ci`, and `make
-test` leaves it out. A test with the marker `fast` runs there all the same. `tools/durations.py` writes the file from
-what `--record-durations FILE` measured.
+test` leaves it out. Two kinds run there all the same: those with the marker `fast`, and the guards, which are the
+cheapest tests of mutants that no other test of `make test` catches. `tools/durations.py` writes the file from what
+`--record-durations FILE` measured.
 """
 
 from __future__ import annotations
@@ -34,21 +35,32 @@ def of_function(test: str) -> str:
     return test.partition("[")[0]
 
 
-def expensive(test: str, record: Mapping[str, float]) -> bool:
-    """Whether the record names this test, or all cases of it."""
-    return test in record or of_function(test) in record
+@dataclass(frozen=True)
+class Record:
+    """`durations.json`: tests or cases of tests, and their processor seconds."""
+
+    expensive: Mapping[str, float]
+    guards: Mapping[str, float]
+
+    def has(self, test: str) -> bool:
+        """Whether the seconds of a test are known to be many."""
+        return test in self.expensive or of_function(test) in self.expensive
+
+    def leaves_out(self, test: str) -> bool:
+        """Whether `make test` leaves out a test, or if it is named without its case, all of its cases."""
+        guarded = test in self.guards or any(of_function(guard) == test for guard in self.guards)
+        return self.has(test) and not guarded
 
 
-def read(path: Path = RECORD) -> dict[str, float]:
-    """Test or case -> processor seconds."""
-    return json.loads(path.read_text(encoding="utf-8"))
+def read(path: Path = RECORD) -> Record:
+    return Record(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
-    """Put every test that costs much, and is not marked `fast`, into the tier `ci`."""
+    """Put every test that `make test` leaves out into the tier `ci`."""
     record = read()
     for item in items:
-        if expensive(item.nodeid, record) and item.get_closest_marker("fast") is None:
+        if record.leaves_out(item.nodeid) and item.get_closest_marker("fast") is None:
             item.add_marker(pytest.mark.ci)
 
 
@@ -125,7 +137,7 @@ class Recorder:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(dict(sorted(seconds.items())), indent=0), encoding="utf-8")
         record = read()
-        if late := {test: s for test, s in seconds.items() if s > ALARM_S and not expensive(test, record)}:
+        if late := {test: s for test, s in seconds.items() if s > ALARM_S and not record.has(test)}:
             terminalreporter.section(f"{len(late)} tests over {ALARM_S} CPU s are not in {RECORD.name}")
             for test, used in sorted(late.items(), key=lambda pair: -pair[1]):
                 terminalreporter.write_line(f"{used:6.2f} s  {test}")

@@ -20,7 +20,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +29,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.tiers import expensive, read
+from tests.tiers import Record, read
 from tools.fragments import Place, Tree, locate, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -178,9 +178,9 @@ def chosen(names: Sequence[str], mutants: Sequence[Mutant]) -> list[Mutant]:
     return [mutant for mutant in mutants if not names or mutant.name in names]
 
 
-def in_fast_tier(mutant: Mutant, record: Mapping[str, float]) -> bool:
+def in_fast_tier(mutant: Mutant, record: Record) -> bool:
     """Whether `make test` runs a test of the mutant, or some of its cases."""
-    return any(not expensive(test, record) for test in mutant.tests)
+    return any(not record.leaves_out(test) for test in mutant.tests)
 
 
 def main() -> None:

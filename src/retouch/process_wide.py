@@ -24,7 +24,7 @@ def loading() -> Iterator[None]:
     threads are inside it, the one that enters second saves the other's dtype, and leaves the process with it.
     """
     with _one_at_a_time:
-        if "torch" not in sys.modules:  # nothing in this process can depend on it yet
+        if sys.modules.get("torch") is None:  # nothing in this process can depend on it yet
             yield
             return
         before = [(write, read()) for read, write in _switches()], rng_state()

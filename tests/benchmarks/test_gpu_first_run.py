@@ -146,7 +146,10 @@ def test_a_killed_script_leaves_a_whole_file(tmp_path: Path, stub: Any) -> None:
 
 
 def test_a_process_ends_with_the_script_that_started_it(tmp_path: Path) -> None:
-    child = "import first_run_cells, os; print(os.getpid(), flush=True); first_run_cells.end_with(os.getppid())"
+    child = (
+        "import first_run_cells, os; parent = os.getppid(); print(os.getpid(), flush=True); "
+        "first_run_cells.end_with(parent)"
+    )
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     with subprocess.Popen(
         [sys.executable, "-c", parent], cwd=REPOSITORY / "benchmarks", stdout=subprocess.PIPE, text=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -114,7 +113,7 @@ except SystemExit as end:
 
 
 def test_check_takes_less_than_a_second() -> None:
-    """Of processor time: what it takes on a machine that does nothing else."""
+    """Of processor time: what it takes on a machine that does nothing else, whose time the smallest is near."""
 
     def seconds() -> float:
         before = os.times()
@@ -123,4 +122,4 @@ def test_check_takes_less_than_a_second() -> None:
         after = os.times()
         return after.children_user - before.children_user + after.children_system - before.children_system
 
-    assert statistics.median(seconds() for _ in range(3)) < 1
+    assert min(seconds() for _ in range(5)) < 1

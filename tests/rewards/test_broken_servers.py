@@ -142,5 +142,5 @@ def test_a_server_whose_breaker_half_opens_holds_no_request_up() -> None:
         bad.closing.set()  # the request that hangs ends in the middle of its reply
         until(lambda: place.under_way == 0)
         place.open_until = 0.0
-        until(lambda: bool(client.score(kit.items(8))) and bad.requests > 3)
-        assert place.sound
+        until(lambda: bool(client.score(kit.items(8))) and place.sound)  # the faster one then gets the requests
+        assert bad.requests > 1
