@@ -373,7 +373,9 @@ class RewardClient:
             while True:
                 await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
                 replies = {where: task.result() for task, where in tasks.items() if task.done()}
-                good = {where: reply for where, reply in replies.items() if not isinstance(reply, Refusal)}
+                good: dict[Server, Columns | Refusal] = {
+                    where: reply for where, reply in replies.items() if not isinstance(reply, Refusal)
+                }
                 if good or len(replies) == len(tasks):
                     return good or replies
         finally:
