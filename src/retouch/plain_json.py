@@ -88,7 +88,7 @@ def only_object(text: str) -> dict[str, Any]:
         except ValueError as error:
             problem, end, broken = problem or str(error), at + 1, at if broken < 0 else broken
         else:
-            if broken >= 0:  # text that the answer quotes, such as a verdict in the image
+            if broken >= 0 and value not in found:  # text that the answer quotes, such as a verdict in the image
                 raise _Ambiguous(f"an object within one that is not JSON: {problem}")
             found += [value] if value not in found else []
         at = text.find("{", end)

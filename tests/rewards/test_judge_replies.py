@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from typing import Any
@@ -74,6 +75,7 @@ FILTER = error("The response was filtered.", param="prompt", code="content_filte
 PAGE = "<html><head><title>502 Bad Gateway</title></head><body>nginx</body></html>"
 
 AWAY, REFUSED, EXHAUSTED = Problem("away"), Problem("refused"), Problem("exhausted")
+BILLED = replace(AWAY, billed=True)  # it reports tokens
 
 REPLIES: dict[str, tuple[int, dict[str, str], Any, Any]] = {
     # answers
@@ -84,7 +86,7 @@ REPLIES: dict[str, tuple[int, dict[str, str], Any, Any]] = {
     # errors within a 200
     "OpenRouter, rate": (200, {}, error("Rate limit exceeded: provider", code=429), AWAY),
     "OpenRouter, provider": (200, {}, error("Provider returned error", code=502, metadata={"raw": "x"}), AWAY),
-    "OpenRouter, beside empty choices": (200, {}, {**chat(None), **error("Provider returned error", code=429)}, AWAY),
+    "OpenRouter, beside empty choices": (200, {}, {**chat(None), **error("Provider returned error", code=429)}, BILLED),
     "OpenRouter, in the choice": (
         200, {}, {"choices": [{"error": {"code": 502, "message": "x"}, "message": {"content": ""}}]}, AWAY,
     ),
@@ -96,7 +98,7 @@ REPLIES: dict[str, tuple[int, dict[str, str], Any, Any]] = {
     "OpenRouter, moderation": (200, {}, error("flagged", code=403), REFUSED),
     "OpenRouter, credit": (200, {}, error("This request requires more credits", code=402), EXHAUSTED),
     "LiteLLM, code as text": (200, {}, error("Unavailable", code="503"), AWAY),
-    "empty choices": (200, {}, {**chat(), "choices": []}, AWAY),
+    "empty choices": (200, {}, {**chat(), "choices": []}, BILLED),
     "choices null": (200, {}, {"id": None, "choices": None}, AWAY),
     "Gemini, without choices": (200, {}, {"object": "chat.completion", "usage": {}}, AWAY),
     "empty reply": (200, {}, "", AWAY),
