@@ -137,7 +137,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo: evaluation": (
         "evaluation.data={format: self_bench, path: SIGNS/targets, resolution: [32, 64]}",
         "evaluation.allow_overlap=true", "evaluation.num_examples=1", "evaluation.images_per_example=2",
-        "evaluation.num_steps=2", "evaluation.weights=raw",
+        "evaluation.num_steps=2", "evaluation.weights=raw", "evaluation.on_gold_fall=stop",
+        "rewards.seam={role: gold}",
         "evaluation.grid_examples=3", "training.eval_every=1",
     ),
     "grpo: logging": (
