@@ -6,12 +6,13 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any, cast
 
 from retouch import plain_json
 
 if TYPE_CHECKING:
+    from http.cookiejar import CookieJar
+
     import httpx
 
 MOST_CHARACTERS = 1000
@@ -34,6 +35,8 @@ _READ = 65536  # characters of which the secret is removed before the text is cu
 
 def no_cookies() -> CookieJar:
     """A jar that stays empty: a server could set more with every reply, and each request would send them all."""
+    from http.cookiejar import CookieJar, DefaultCookiePolicy  # loading a run file needs none
+
     return CookieJar(DefaultCookiePolicy(allowed_domains=[]))
 
 
