@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_args
 
@@ -31,6 +31,12 @@ PLUGINS = "RETOUCH_PLUGINS"
 _plugins: set[str] = set()
 
 Component = TypeVar("Component")
+
+
+@cache
+def _entry_points() -> EntryPoints:
+    """Those of every installed package. One reading serves all registries: it opens a file of each package."""
+    return entry_points()
 
 
 class Registry(Mapping[str, Component], Generic[Component]):
@@ -50,7 +56,7 @@ class Registry(Mapping[str, Component], Generic[Component]):
         self.kind = kind
         self.key = key
         self.of = of
-        others = {point.name: point.value for point in entry_points(group=group)}
+        others = {point.name: point.value for point in _entry_points().select(group=group)}
         self._places = {**builtin, **others, **builtin}  # the package's own come first and keep their names
         self._builtin = frozenset(builtin)
         self._loaded: dict[str, Component] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from retouch.training.evaluation import (
     Evaluation,
     save_evaluation,
 )
+
+REPOSITORY = Path(__file__).parents[2]
 
 NED = {"start": (0.0, 0.25), "warmup": (0.25, 0.75), "step": (0.5, 0.5), "end": (0.75, 1.0)}
 """Moment -> what OCR reads in two images: the means are .125, .5, .5 and .875."""
@@ -76,8 +79,11 @@ def test_a_signal_to_the_demo_stops_its_training(number: signal.Signals, tmp_pat
     training.write_text(TRAINING, encoding="utf-8")
     training.chmod(0o755)
     command = [sys.executable, "-c", DEMO, str(training)]
+    places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     with (
-        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process,
+        subprocess.Popen(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": places}, stdout=subprocess.PIPE, text=True
+        ) as process,
         ExitStack() as ends,
     ):
         ends.callback(process.kill)

@@ -3,13 +3,14 @@ bodies of every form."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import resource
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -93,6 +94,50 @@ def test_a_known_connection_does_not_give_way() -> None:
         with many(url, 64):
             known.sendall(b"2\r\n{}\r\n0\r\n\r\n")
             assert known.recv(9999).startswith(b"HTTP/1.1 422")
+
+
+EARLY = {
+    "401": (401, Limits(), "wrong", "sized"),
+    "401 in chunks": (401, Limits(), "wrong", "chunks"),
+    "413": (413, Limits(body=1000), SECRET, "sized"),
+    "413 in chunks": (413, Limits(body=1000), SECRET, "chunks"),
+}
+
+
+@pytest.mark.parametrize(("status", "limits", "token", "form"), EARLY.values(), ids=EARLY)
+def test_an_answer_before_the_body_is_not_lost(status: int, limits: Limits, token: str, form: str) -> None:
+    """A socket that is closed with unread bytes is reset, and an asynchronous client that still writes reads no more:
+    nine of ten such answers were lost, and a client with a wrong token retried until its deadline."""
+    body = b"x" * 1_000_000
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 60_000):
+            yield body[start : start + 60_000]
+
+    async def statuses(url: str) -> list[int]:
+        headers = {"Authorization": f"Bearer {token}"}
+        async with httpx.AsyncClient(trust_env=False) as client:
+            return [
+                (await client.post(url, content=body if form == "sized" else pieces(), headers=headers)).status_code
+                for _ in range(20)
+            ]
+
+    with serving({"b": Brightness()}, token=SECRET, limits=limits) as url:
+        assert asyncio.run(statuses(f"{url}/score")) == [status] * 20
+
+
+def test_a_body_after_its_answer_ends() -> None:
+    """Whoever sends for ever is read for `header_s` seconds, or for as many bytes as a request may have."""
+    head = b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n"
+    for limits in (Limits(header_s=0.5), Limits(body=2_000_000)):
+        with serving({"b": Brightness()}, token=SECRET, limits=limits) as url, connect(url) as one:
+            one.sendall(head)
+            assert one.recv(9999).startswith(b"HTTP/1.1 401")
+            started = time.monotonic()
+            with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
+                while time.monotonic() < started + 4:
+                    one.sendall(b"x" * 60_000)
+                    time.sleep(0.01)
 
 
 def test_a_wrong_token_ten_thousand_times(capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,8 @@ oldest gives way to the newest when there are too many: whoever opens connection
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -51,22 +52,57 @@ class Connections:
         return known
 
 
+class _ClosedByProtocol:
+    """A transport whose `close` is `BoundedConnection.close`; the rest is that of the transport."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport = transport
+        self.close = close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class BoundedConnection(H11Protocol):
     """Closes a connection whose request line and headers do not arrive within `header_s` seconds of the connection, or
-    of the first byte of a later request, or whose reply is not taken within `reply_s` seconds."""
+    of the first byte of a later request, or whose reply is not taken within `reply_s` seconds.
+
+    A request may be answered before its body has arrived (401, 413, 429). Closing a socket with bytes that nobody read
+    makes TCP reset it, and the peer may lose the answer: its body is read to the end and dropped, within limits."""
 
     peers: Connections
+    _socket: asyncio.Transport
     _due: asyncio.TimerHandle | None = None
     _untaken: asyncio.TimerHandle | None = None
     _rest = b""
+    _to_drop: int | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._socket = transport
+        super().connection_made(cast("asyncio.Transport", _ClosedByProtocol(transport, self.close)))
         transport.set_write_buffer_limits(high=0)  # `pause_writing` then means that the peer takes nothing
         self._expect_headers()
         self.peers.add(self)
 
+    def close(self) -> None:
+        """End the answer; close once the peer has sent its body, or after `header_s` seconds."""
+        sends = self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        if not sends or self._to_drop is not None or self._socket.is_closing():
+            self._socket.close()
+            return
+        self._rest, self._to_drop = b"", self.peers.limits.body
+        if self._socket.can_write_eof():
+            self._socket.write_eof()
+        self._stop_waiting()
+        self._due = self.loop.call_later(self.peers.limits.header_s, self._socket.abort)
+        self._socket.resume_reading()
+
     def data_received(self, data: bytes) -> None:
+        if self._to_drop is not None:
+            self._to_drop -= len(data)
+            if self._to_drop < 0:
+                self._socket.abort()
+            return
         if self._rest:  # some bytes may come although reading is paused
             self._rest += data
             return
@@ -116,7 +152,7 @@ class BoundedConnection(H11Protocol):
         return any(name == b"transfer-encoding" for name, _ in self.headers)
 
     def _expect_headers(self) -> None:
-        self._due = self.loop.call_later(self.peers.limits.header_s, self.transport.close)
+        self._due = self.loop.call_later(self.peers.limits.header_s, self._socket.close)
 
     def _stop_waiting(self) -> None:
         if self._due is not None:
