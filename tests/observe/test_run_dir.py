@@ -245,3 +245,31 @@ def test_a_library_user_gets_the_log_file_and_no_more_output(
     log = (directory.path / "log.txt").read_text()
     assert "INFO retouch.training.build: information" in log and "WARNING retouch.training.build: warning" in log
     assert shown == ["warning", "of another library"]
+
+
+def test_files_of_later_steps_are_put_aside_where_a_run_goes_back(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`resume=RUN/checkpoints/step-000002` beside step 4: the next `auto` went on from step 4 of the other past."""
+    directory = opened(config())
+    for step in (2, 3, 4):
+        directory.log("train", step, {})
+    directory.close()
+    for part in ("checkpoints", "evaluations", "images"):
+        for step in (2, 4):
+            (directory.path / part / f"step-{step:06d}").mkdir(parents=True)
+    for step in (2, 4):
+        (directory.checkpoints / f"step-{step:06d}/complete.json").write_text("{}")
+    again = RunDir(config(resume="auto"))
+    again.open(4, checkpoint=directory.checkpoints / "step-000004")
+    again.close()
+    assert not (directory.path / "attempt-1").exists()
+    back = RunDir(config(resume=str(directory.checkpoints / "step-000002")))
+    back.open(2, checkpoint=directory.checkpoints / "step-000002")
+    back.close()
+    aside = directory.path / "attempt-1"
+    assert [record["step"] for record in read_metrics(aside / "metrics.jsonl")] == [2, 3, 4]
+    for part in ("checkpoints", "evaluations", "images"):
+        assert [folder.name for folder in (directory.path / part).iterdir()] == ["step-000002"]
+        assert [folder.name for folder in (aside / part).iterdir()] == ["step-000004"]
+    assert f"were moved to {aside}" in caplog.text

@@ -63,6 +63,8 @@ PACKAGES = (
 _OF_AN_ATTEMPT = ("images", "evaluations", "tensorboard", "wandb", "run_id", "metrics.jsonl")
 """Files that are moved to a folder of their own when a run starts again; the last one marks a directory as a run."""
 
+_BY_STEP = ("checkpoints", "evaluations", "images")
+"""Folders with a folder `step-000040` for each step."""
 
 _FILES = ("config.yaml", "begun_from", "environment.json", "metrics.jsonl", "log.txt", "run_id", "report.html")
 
@@ -136,11 +138,13 @@ class RunDir:
         metrics = self.path / "metrics.jsonl"
         if resume_step is None and self.config.resume != "auto":
             self.require_new()
-        aside = _put_aside(self.path) if resume_step is None and self.holds_run() else None
+        earlier = [self.path / name for name in _OF_AN_ATTEMPT if (self.path / name).exists()]
+        aside = _put_aside(self.path, earlier) if resume_step is None and self.holds_run() else None
         self._note_origin(None if resume_step is None else checkpoint)
         if resume_step is not None:
             if checkpoint is None or self.owns(checkpoint):
                 _warn_of_lost_records(metrics, resume_step)
+                _put_later_aside(self.path, resume_step)
             _truncate(metrics, resume_step, evaluated=evaluated)
             self._ended = self._finished_at(resume_step)
             _keep_config(self.path, resume_step, self.run_file)
@@ -455,15 +459,29 @@ def _truncate(metrics: Path, step: int, *, evaluated: bool) -> None:
     write_whole(metrics, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-def _put_aside(run: Path) -> Path:
-    """Move the files of an attempt to a folder of the run directory."""
+def _put_aside(run: Path, files: Sequence[Path]) -> Path:
+    """Move files of an attempt to a folder of the run directory."""
     places = (run / f"attempt-{number}" for number in itertools.count(1))
     aside = next(place for place in places if not place.exists())
     aside.mkdir()
-    for name in _OF_AN_ATTEMPT:
-        if (run / name).exists():
-            (run / name).rename(aside / name)
+    for file in files:
+        place = aside / file.relative_to(run)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(place)
     return aside
+
+
+def _put_later_aside(run: Path, step: int) -> None:
+    """Where a run resumes from an earlier checkpoint than its newest, move the files of later steps away: the next
+    `resume=auto` would go on from a checkpoint of steps that metrics.jsonl has no more."""
+    folders = [folder for part in _BY_STEP for folder in sorted((run / part).glob("step-*"))]
+    later = [folder for folder in folders if (end := folder.name.removeprefix("step-")).isdecimal() and int(end) > step]
+    if not any(folder in later for folder in complete_checkpoints(run / "checkpoints")):
+        return  # it was stopped after its newest checkpoint, and comes to the same files again
+    copied = (run / "metrics.jsonl").read_bytes() if (run / "metrics.jsonl").is_file() else b""
+    aside = _put_aside(run, later)
+    (aside / "metrics.jsonl").write_bytes(copied)
+    logger.warning("the checkpoints of steps after %d, and their files, were moved to %s", step, aside)
 
 
 def _keep_config(run: Path, step: int, now: str) -> None:
