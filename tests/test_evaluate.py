@@ -14,7 +14,7 @@ import retouch.training.evaluation as evaluation
 from retouch.config import RunConfig
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.observe import Stopwatch
-from retouch.observe.statistics import paired_difference, student
+from retouch.observe.statistics import MIN_EXAMPLES, bootstrap_intervals, paired_difference, student
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.table import RewardTable
@@ -27,6 +27,7 @@ from retouch.training.evaluation import (
     save_evaluation,
 )
 from retouch.types import Example
+from retouch.use import comparison
 from retouch.use.loaded import Loaded
 
 
@@ -210,6 +211,9 @@ def test_the_quantile_is_scipys() -> None:
     stats = pytest.importorskip("scipy.stats")
     for degrees in (*range(1, 60), 191, 511, 4_095, 20_000):
         assert student(degrees) == pytest.approx(float(stats.t.ppf(0.975, degrees)), abs=1e-9)
+        for outside in (0.2, 1e-3, 1e-6):
+            expected = float(stats.t.isf(outside / 2, degrees))
+            assert student(degrees, 1 - outside) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("pairs", [3, 5, 10, 30])
@@ -221,7 +225,79 @@ def test_the_interval_holds_the_true_difference_95_times_of_100(pairs: int) -> N
     assert held == pytest.approx(0.95, abs=0.012)  # 3.5 standard errors of 4000 trials
 
 
+DESIGNS = [(2, 1), (2, 8), (4, 1), (6, 8), (16, 8), (64, 4), (256, 1), (256, 8)]
+
+
+@pytest.mark.parametrize(("examples", "images"), DESIGNS)
+def test_verdicts_without_an_effect_are_one_of_twenty(examples: int, images: int) -> None:
+    """The difference of an example, common to its images, is as large as that of its images: where each image counted
+    as an example, 21 % of 64 x 4, 38 % of 16 x 8 and 30 % of 2 x 1 had a verdict. Where an effect is as large as one
+    standard error of the design, one of six finds it, and at 2.8 standard errors four of five."""
+    source = np.random.default_rng(examples * images)
+    labels = [example for example in range(examples) for _ in range(images)]
+    zeros = [0.0] * len(labels)
+    trials = 400
+    error = ((1 + 1 / images) / examples) ** 0.5
+    found = dict.fromkeys((0.0, 1.0, 2.8), 0)
+    for _ in range(trials):
+        noise = np.repeat(source.normal(0, 1, examples), images) + source.normal(0, 1, len(labels))
+        mean, low, _ = paired_difference(list(noise), zeros, labels)
+        for effect in found:
+            found[effect] += abs(mean + effect * error) > mean - low
+    false, one, large = (count / trials for count in found.values())
+    assert false < 0.05 + 3 * (0.05 * 0.95 / trials) ** 0.5
+    if examples >= 16:
+        assert 0.10 < one < 0.24 and large > 0.7
+
+
+@pytest.mark.parametrize("examples", [MIN_EXAMPLES, 12, 40])
+def test_exact_matches_are_no_exception(examples: int) -> None:
+    """Differences of -1, 0 and 1 without any effect. Five examples would have a verdict in 6 % of the runs in which
+    each differs, because their differences are equal and the interval has no width."""
+    source = np.random.default_rng(examples)
+    for changed in (1.0, 0.3):
+        signs = source.choice([-1.0, 0.0, 1.0], (600, examples), p=[changed / 2, 1 - changed, changed / 2])
+        intervals = [paired_difference(list(one), [0.0] * examples) for one in signs]
+        false = np.mean([low > 0 or high < 0 for _, low, high in intervals])
+        assert false < 0.05 + 3 * (0.05 * 0.95 / 600) ** 0.5
+
+
+def test_examples_count_the_same_whatever_their_images() -> None:
+    """By hand: examples of 1 and 3 images have means of .2 and .6; s / sqrt(2) = .2."""
+    mean, low, high = paired_difference([0.2, 0.5, 0.6, 0.7], [0.0] * 4, ["a", "b", "b", "b"])
+    assert (mean, low, high) == pytest.approx((0.4, 0.4 - 12.706205 * 0.2, 0.4 + 12.706205 * 0.2), abs=1e-6)
+
+
+@pytest.mark.parametrize(("units", "least"), [(6, 0.90), (20, 0.93)])
+def test_a_bootstrap_of_few_units_covers(units: int, least: float) -> None:
+    """The mean of normal values, where percentiles of 2.5 and 97.5 cover it in 86 and 92 of 100 cases."""
+    trials = np.random.default_rng(units).normal(0, 1, (250, units))
+    covered = 0
+    for values in trials:
+        low, high = bootstrap_intervals(units, lambda drawn, v=values: {"m": float(v[drawn].mean())}, 200)["m"]
+        covered += low <= 0 <= high
+    assert covered / len(trials) >= least
+
+
 def test_what_is_not_paired_has_no_difference() -> None:
     for after, before in (([], []), ([1.0], [1.0, 2.0])):
         with pytest.raises(ValueError, match="are no pairs"):
             paired_difference(after, before)
+
+
+def test_several_runs_are_sampled_with_the_settings_of_the_first(
+    config: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps, guidance and resolution: only the weights differ. Guidance of another family is its own."""
+    first = config(rollout__num_steps=3)
+    other = config(evaluation__num_steps=5, rollout__guidance_scale=2.0, evaluation__data__resolution=[64, 128])
+    sampled = comparison._sampled_as("a", first, "b", other)
+    assert sampled.evaluation.num_steps == 3 and sampled.rollout.guidance_scale is None
+    assert sampled.evaluation.data is not None and first.evaluation.data is not None
+    assert sampled.evaluation.data.size == first.evaluation.data.size
+    changes = ("num_steps 3 instead of 5", "rollout.guidance_scale None instead of 2.0", "resolution")
+    assert "b is sampled with the settings of a: " in caplog.text and all(one in caplog.text for one in changes)
+    caplog.clear()
+    assert comparison._sampled_as("a", first, "b", first).evaluation.num_steps == 3 and not caplog.records
+    edit = config(model={"family": "qwen_image_edit", "path": "tiny", "dtype": "fp32"}, rollout__guidance_scale=4.0)
+    assert comparison._sampled_as("a", first, "b", edit).rollout.guidance_scale == 4.0

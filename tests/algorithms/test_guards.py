@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from retouch.config import RunConfig
+from retouch.observe import guards
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
 from retouch.training.scoring import JUDGED, _with_groups, rewards_of
@@ -28,7 +29,9 @@ GOLD = {"proxy": {"scorer": "preservation"}, "gold": {"scorer": "preservation", 
 
 
 def falling_gold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proxy rises with everything that is scored, gold falls, and is asked in evaluations alone."""
+    """The proxy rises with everything that is scored, gold falls, and is asked in evaluations alone, of which two
+    examples are enough here."""
+    monkeypatch.setattr(guards, "MIN_EXAMPLES", 2)
     up, down = itertools.count(), itertools.count()
 
     def gold(item: RewardItem) -> Outcome:

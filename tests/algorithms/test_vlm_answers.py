@@ -72,7 +72,7 @@ def test_gold_that_falls_is_an_alarm(vlm_file: RunFile, tmp_path: Path, then: st
     file = vlm_file(
         rewards={"runtime": reward("rising"), "gold": reward("falling", role="gold")},
         training__eval_every=1,
-        evaluation={"num_examples": 2, "on_gold_fall": then},
+        evaluation={"num_examples": 6, "on_gold_fall": then},
     )
     outcome = train(file)
     steps = [1] if then == "stop" else [1, 2]

@@ -74,15 +74,15 @@ def test_it_needs_no_network_and_shows_all_parts(runs: tuple[Path, Path], tmp_pa
 @pytest.mark.parametrize(
     ("values", "verdict"),
     [
-        # s = .081650; .2 ± 3.182446 s / 2
-        ([0.7, 0.8, 0.6, 0.7], "b against a: better; ocr.ned 0.500 → 0.700 (+0.200 [+0.070, +0.330])"),
-        ([0.3, 0.2, 0.4, 0.3], "b against a: worse; ocr.ned 0.500 → 0.300 (-0.200 [-0.330, -0.070])"),
-        ([0.4996] * 4, "b against a: no clear change; ocr.ned 0.500 → 0.500 (-0.000 [-0.000, -0.000])"),
-        ([0.5, 0.5, 0.5, 0.5], "b against a: no clear change; ocr.ned 0.500 → 0.500 (+0.000 [+0.000, +0.000])"),
+        # s = .0755929; .2 ± 2.364624 s / sqrt(8)
+        ([0.7, 0.8, 0.6, 0.7] * 2, "b against a: better; ocr.ned 0.500 → 0.700 (+0.200 [+0.137, +0.263])"),
+        ([0.3, 0.2, 0.4, 0.3] * 2, "b against a: worse; ocr.ned 0.500 → 0.300 (-0.200 [-0.263, -0.137])"),
+        ([0.4996] * 8, "b against a: no clear change; ocr.ned 0.500 → 0.500 (-0.000 [-0.000, -0.000])"),
+        ([0.5] * 8, "b against a: no clear change; ocr.ned 0.500 → 0.500 (+0.000 [+0.000, +0.000])"),
     ],
 )
 def test_a_verdict_by_hand(runs: tuple[Path, Path], tmp_path: Path, values: list[float], verdict: str) -> None:
-    scored(runs[0], [0.5] * 4)
+    scored(runs[0], [0.5] * len(values))
     scored(runs[1], values)
     _, verdicts, _ = compared(tmp_path, *runs)
     assert verdicts == [verdict]
@@ -99,6 +99,24 @@ def test_runs_on_other_examples_are_shown_and_not_paired(runs: tuple[Path, Path]
     assert problem in page and "b (step 4, 2 images)" in page
     assert "c − a [95 %]" in page and "b − a" not in page
     assert [verdict.partition(":")[0] for verdict in verdicts] == ["c against a"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "shown"),
+    [
+        ("num_steps: 3", "num_steps: 5", "num_steps 3 and 5"),
+        ("guidance_scale: null", "guidance_scale: 2.5", "rollout.guidance_scale None and 2.5"),
+    ],
+)
+def test_runs_sampled_with_other_settings_are_not_paired(
+    runs: tuple[Path, Path], tmp_path: Path, old: str, new: str, shown: str
+) -> None:
+    """Four against sixteen solver steps of the same weights were "better"."""
+    changed(runs[1], old, new)
+    page, verdicts, [problem] = compared(tmp_path, *runs)
+    assert problem.startswith(f"evaluation: a and b were sampled with different settings ({shown}): ")
+    assert problem.endswith("to sample both with those of a")
+    assert verdicts == [] and "b − a" not in page and problem in page
 
 
 def test_data_that_changed_under_one_name_are_noticed(runs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from retouch.observe.guards import (
+    FALSE_ALARMS,
     Alarm,
+    GoldPairs,
     IdleWatch,
     KlWatch,
     StepWatch,
     evaluation_alarms,
-    gold_falls,
+    gold_comparisons,
+    gold_level,
     image_statistics,
     images_collapse,
     nearest_distances,
@@ -33,12 +36,18 @@ def rows(proxy: list[float | None], gold: list[float | None], **more: float) -> 
     ]
 
 
-BEFORE = rows([0.1, 0.2, 0.3, 0.2], [0.9, 0.8, 0.9, 0.7])
+BEFORE = rows([0.1, 0.2, 0.3, 0.2] * 2, [0.9, 0.8, 0.9, 0.7] * 2)
+
+
+def gold_falls(now: list[dict[str, Any]], earlier: int = 1) -> str | None:
+    """The alarm beside `BEFORE`, the best of so many evaluations."""
+    pairs = gold_comparisons([BEFORE], now, WEIGHTS, ["gold"])
+    return pairs["gold"].alarm("gold", gold_level(earlier)) if pairs else None
 
 
 def test_a_proxy_that_rises_while_gold_falls() -> None:
-    now = rows([0.5, 0.6, 0.6, 0.7], [0.4, 0.4, 0.3, 0.3])
-    assert gold_falls(BEFORE, now, WEIGHTS, "gold") == (
+    now = rows([0.5, 0.6, 0.6, 0.7] * 2, [0.4, 0.4, 0.3, 0.3] * 2)
+    assert gold_falls(now) == (
         "the trained rewards rose by 0.8, but gold, which is not trained on, fell by 0.475: this may be reward hacking"
     )
 
@@ -49,22 +58,71 @@ def test_a_proxy_that_rises_while_gold_falls() -> None:
         ([0.5, 0.6, 0.6, 0.7], [0.9, 0.9, 0.9, 0.9]),  # both rise
         ([0.0, 0.1, 0.1, 0.1], [0.4, 0.4, 0.3, 0.3]),  # both fall
         ([0.5, 0.6, 0.6, 0.7], [0.9, 0.8, 0.9, 0.6]),  # gold falls by less than its interval
-        ([0.5, None, None, None], [0.4, 0.4, 0.3, 0.3]),  # one sound pair says nothing
+        ([0.5, None, None, None], [0.4, 0.4, 0.3, 0.3]),  # two sound examples are too few
     ],
 )
 def test_what_is_no_fall_of_gold(proxy: list[float | None], gold: list[float | None]) -> None:
-    assert gold_falls(BEFORE, rows(proxy, gold), WEIGHTS, "gold") is None
+    assert gold_falls(rows(proxy * 2, gold * 2)) is None
 
 
 def test_only_pairs_of_one_image_are_compared() -> None:
-    other = [{**row, "example": row["example"] + 10} for row in rows([0.5, 0.6, 0.6, 0.7], [0.4, 0.4, 0.3, 0.3])]
-    assert gold_falls(BEFORE, other, WEIGHTS, "gold") is None
+    now = rows([0.5, 0.6, 0.6, 0.7] * 2, [0.4, 0.4, 0.3, 0.3] * 2)
+    assert gold_falls([{**row, "example": row["example"] + 10} for row in now]) is None
+    assert gold_falls(now[::-1]) == gold_falls(now) is not None  # by name, not by place
+
+
+def test_five_examples_raise_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    now = rows([0.5, 0.6, 0.6, 0.7, 0.6], [0.4, 0.4, 0.3, 0.3, 0.4])
+    assert gold_falls(now) is None
+    evaluation_alarms([BEFORE], now, WEIGHTS, ["gold"])
+    assert "gold: no alarm, because" in caplog.text and "set evaluation.num_examples to 6 or more" in caplog.text
+
+
+def test_the_false_alarms_of_all_comparisons_add_up() -> None:
+    """The k-th evaluation is compared with k earlier ones; for two gold rewards the same."""
+    for rewards in (1, 2):
+        spent = sum(rewards * k * (1 - gold_level(k, rewards)) / 2 for k in range(1, 20_000))
+        assert spent == pytest.approx(FALSE_ALARMS, abs=1e-5)
+
+
+@pytest.mark.parametrize("examples", [8, 32])
+def test_sound_runs_raise_no_alarm_in_95_of_100(examples: int) -> None:
+    """200 runs with 40 evaluations, whose trained reward rises and whose gold reward does not change: each example has
+    its own level and noise. By 95 % intervals from the best evaluation 99 of 100 such runs had an alarm."""
+    source = np.random.default_rng(examples)
+    alarms = 0
+    for _ in range(200):
+        gold = source.normal(0, 1, examples) + source.normal(0, 1, (41, examples))
+        for k in range(1, 41):
+            best = gold[:k][gold[:k].mean(1).argmax()]
+            if falls(best - gold[k], k):
+                alarms += 1
+                break
+    assert alarms <= 0.05 * 200
+
+
+def falls(differences: np.ndarray[Any, Any], earlier: int) -> bool:
+    examples = range(len(differences))
+    pairs = GoldPairs(examples, [1.0] * len(examples), list(differences))
+    return pairs.alarm("gold", gold_level(earlier)) is not None
+
+
+@pytest.mark.parametrize(("examples", "earlier"), [(8, 1), (32, 1), (32, 10), (128, 40)])
+def test_the_fall_that_is_seen_in_8_of_10_cases(examples: int, earlier: int) -> None:
+    source = np.random.default_rng(examples + earlier)
+    noise = source.normal(0, 1, (600, examples))
+    level = gold_level(earlier)
+    promised = np.median(
+        [GoldPairs(range(examples), [1.0] * examples, list(one)).detectable_fall(level) for one in noise]
+    )
+    seen = np.mean([falls(one + promised, earlier) for one in noise])
+    assert 0.7 < seen < 0.9
 
 
 def test_gold_is_compared_with_its_best_and_statistics_with_the_first() -> None:
-    first = rows([0.1] * 4, [0.5] * 4, **{"picture.saturation": 0.2, "picture.nearest": 0.4})
-    best = rows([0.3] * 4, [0.9] * 4, **{"picture.saturation": 0.3, "picture.nearest": 0.3})
-    now = rows([0.6] * 4, [0.6] * 4, **{"picture.saturation": 0.5, "picture.nearest": 0.1})
+    first = rows([0.1] * 6, [0.5] * 6, **{"picture.saturation": 0.2, "picture.nearest": 0.4})
+    best = rows([0.3] * 6, [0.9] * 6, **{"picture.saturation": 0.3, "picture.nearest": 0.3})
+    now = rows([0.6] * 6, [0.6] * 6, **{"picture.saturation": 0.5, "picture.nearest": 0.1})
     assert evaluation_alarms([], now, WEIGHTS, ["gold"]) == []
     gold, *rest = evaluation_alarms([first, best], now, WEIGHTS, ["gold"])
     assert gold.of_gold and "fell by 0.3" in gold.text
@@ -120,9 +178,15 @@ def test_a_kl_that_jumps() -> None:
     assert told(*[1e-3 * (1 + i / 10) for i in range(40)]) == []
     assert told(*[1e-3] * 5, *[2e-2] * 4) == []
     assert told(*[1e-3] * 40, *[2e-2] * 5) == [
-        "the KL of the last 5 steps is 0.0124, that of the 5 before them 0.001"  # in the third step after the jump
+        "the KL of the last 5 steps is 0.02, that of the 5 before them 0.001"  # 10 (43 / 38)^4 times may be no jump
     ]
     assert told(*[0.0] * 5, *[2e-2] * 5) == []  # the first steps from the reference
+
+
+@pytest.mark.parametrize("power", [1, 2, 4])
+def test_a_kl_that_grows_as_that_of_a_steady_policy_is_no_jump(power: int) -> None:
+    """With the fourth power of the steps during a learning-rate warm-up: 25 times within ten steps."""
+    assert told(*[1e-9 * step**power for step in range(1, 200)]) == []
 
 
 def test_a_kl_that_jumps_twice_is_told_twice() -> None:

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from retouch.observe.html import svg_curve
-from retouch.observe.report import milestones, write_report
+from retouch.observe.report import change_of, milestones, write_report
 from tests.command_line import retouch
 
 VOID = {"meta", "img", "polyline"}
@@ -140,18 +140,19 @@ def test_what_was_computed_is_that_of_all_steps(run: Path) -> None:
 @pytest.mark.parametrize(
     ("gains", "word"),
     [
-        ([0.2, 0.3, 0.1, 0.2], "better"),
-        ([-0.2, -0.3, -0.1, -0.2], "worse"),
-        ([0.2, -0.3, 0.1, -0.2], "no clear change"),
+        ([0.2, 0.3, 0.1, 0.2] * 2, "better :"),
+        ([-0.2, -0.3, -0.1, -0.2] * 2, "worse :"),
+        ([0.2, -0.3, 0.1, -0.2] * 2, "no clear change :"),
+        ([0.2, 0.3, 0.1, 0.2, 0.2], "not judged: 5 examples, and a verdict needs 6 :"),
     ],
 )
 def test_the_verdict_is_what_the_interval_says(run: Path, gains: list[float], word: str) -> None:
-    before = [{"example": i, "index": 0, "text": "A", "ocr.ned": 0.5} for i in range(4)]
+    before = [{"example": i, "index": 0, "text": "A", "ocr.ned": 0.5} for i in range(len(gains))]
     after = [{**row, "ocr.ned": 0.5 + gain} for row, gain in zip(before, gains, strict=True)]
     for step, rows in ((2, before), (4, after)):
         file = run / "evaluations" / f"step-00000{step}" / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        mean = sum(row["ocr.ned"] for row in rows) / 4
+        mean = sum(row["ocr.ned"] for row in rows) / len(rows)
         rewrite(
             run,
             lambda records, step=step, mean=mean: [
@@ -159,15 +160,25 @@ def test_the_verdict_is_what_the_interval_says(run: Path, gains: list[float], wo
             ],
         )
     page = report(run)
-    assert f"{word} : from warmed up" in page
-    if word == "better":  # s = .081650; .2 ± 3.182446 s / 2
-        assert "ocr.ned 0.500 → 0.700 (+0.200 [+0.070, +0.330])" in page
+    assert f"{word} from warmed up" in page
+    if word == "better :":  # s = .0755929; .2 ± 2.364624 s / sqrt(8)
+        assert "ocr.ned 0.500 → 0.700 (+0.200 [+0.137, +0.263])" in page
+
+
+def test_images_of_one_example_are_one_of_the_interval(run: Path) -> None:
+    """Four images of each of six examples: the interval is that of the six means, .1 ± 2.570582 x .1 / sqrt(6)."""
+    before = [{"example": i, "index": j, "ocr.ned": 0.5} for i in range(6) for j in range(4)]
+    level = (0.0, 0.2, 0.0, 0.2, 0.1, 0.1)
+    noise = (-0.05, 0.05, -0.15, 0.15)
+    after = [{**row, "ocr.ned": 0.5 + level[row["example"]] + noise[row["index"]]} for row in before]
+    mean, low, high = change_of(before, after, "ocr.ned") or (0, 0, 0)
+    assert (mean, low, high) == pytest.approx((0.1, 0.1 - 0.0938638, 0.1 + 0.0938638), abs=1e-6)  # s = .0894427
 
 
 def test_less_drift_is_better(run: Path) -> None:
     for step, level in ((2, 0.5), (4, 0.1)):
         file = run / "evaluations" / f"step-00000{step}" / "rows.jsonl"
-        file.write_text("".join(json.dumps({"example": i, "index": 0, "outside_l1": level}) + "\n" for i in range(3)))
+        file.write_text("".join(json.dumps({"example": i, "index": 0, "outside_l1": level}) + "\n" for i in range(6)))
     keep = ("step", "kind", "moment", "examples", "images", "outside_l1")
     rewrite(run, lambda records: [{k: r[k] for k in keep} if r["kind"] == "eval" else r for r in records])
     assert "better : from warmed up" in report(run)

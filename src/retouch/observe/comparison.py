@@ -44,9 +44,11 @@ from retouch.rewards.base import UNSCORED
 
 _GRID_EXAMPLES = 8
 
+_OF_THE_IMAGES = ("resolution", "fit")
+"""Keys of a data section that change the images of its examples, but not which examples it has."""
+
 _HOW_READ = (
-    "resolution",
-    "fit",
+    *_OF_THE_IMAGES,
     "reference",
     "reference_strip",
     "prompt_template",
@@ -151,7 +153,7 @@ def write_comparison(runs: Mapping[str, Path], out: Path, sampled: Sampled | Non
 def _write(runs: Mapping[str, Path], out: Path, sampled: Sampled | None) -> Comparison:
     records = [_read(name, path) for name, path in runs.items()]
     columns = sampled.columns if sampled else {r.name: _last_evaluation(r) for r in records if r.by_kind["eval"]}
-    conflicts = {} if sampled else example_conflicts(records)
+    conflicts = {} if sampled else {**sampling_conflicts(records), **example_conflicts(records)}
     paired = [record for record in records if record.name in columns and record.name not in conflicts]
     paired = paired if records[0] in paired else []
     unevaluated = [f"{record.name} has no evaluation yet" for record in records if not record.by_kind["eval"]]
@@ -187,6 +189,41 @@ def example_conflicts(runs: Sequence[RunRecord]) -> dict[str, str]:
                 "both on the same examples"
             )
     return found
+
+
+def sampling_conflicts(runs: Sequence[RunRecord]) -> dict[str, str]:
+    """Runs whose evaluations were sampled with other settings than the first's, each with a sentence."""
+    first = runs[0]
+    found: dict[str, str] = {}
+    for run in runs[1:]:
+        keys = sampling_differences(first.config, run.config)
+        shown = ", ".join(f"{key} {one} and {other}" for key, (one, other) in keys.items())
+        if shown:
+            found[run.name] = (
+                f"evaluation: {first.name} and {run.name} were sampled with different settings ({shown}): their values "
+                f"are not paired; run `retouch eval --run {first.path} --run {run.path}` to sample both with those of "
+                f"{first.name}"
+            )
+    return found
+
+
+def sampling_differences(one: Record, other: Record) -> dict[str, tuple[Any, Any]]:
+    """Settings that change the images of an evaluation whatever the weights are, with the values of two run files: a
+    difference in quality would be theirs. Scales of guidance of two families are not compared."""
+    flat, also = _sampling(one), _sampling(other)
+    if one["model"]["family"] != other["model"]["family"]:
+        del flat["rollout.guidance_scale"]
+    return {key: (value, also[key]) for key, value in flat.items() if value != also[key]}
+
+
+def _sampling(config: Record) -> Record:
+    evaluation, rollout = config["evaluation"], config["rollout"]
+    data = evaluation.get("data") or config["data"]
+    return {
+        "num_steps": evaluation.get("num_steps") or rollout.get("num_steps"),
+        "rollout.guidance_scale": rollout.get("guidance_scale"),
+        **{key: data.get(key) for key in _OF_THE_IMAGES},
+    }
 
 
 def reward_conflicts(runs: Sequence[RunRecord]) -> list[str]:

@@ -7,16 +7,20 @@ or almost identical, in a KL that jumps, and in a gold reward (one of weight 0, 
 from __future__ import annotations
 
 import io
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from retouch.imaging import MASK_THRESHOLD, Pixels, mask_box
-from retouch.observe.statistics import paired_difference
+from retouch.observe.statistics import MIN_EXAMPLES, paired_difference, student
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 """Measures of one image of an evaluation by name."""
@@ -86,29 +90,81 @@ def score_of(row: Row, weights: dict[str, float]) -> float | None:
     return sum(weight * float(row[name]) for name, weight in weights.items())
 
 
-def gold_falls(before: Sequence[Row], now: Sequence[Row], weights: dict[str, float], gold: str) -> str | None:
-    """The alarm for trained rewards that rise while `gold` falls; both 95 % intervals of the difference exclude 0.
+FALSE_ALARMS = 0.05
+"""Probability that a run of any length whose gold rewards never change has an alarm of one of them."""
 
-    Args:
-        before: the evaluation with the highest gold reward, of the same images as `now`.
-        weights: weights of the trained rewards.
+
+def gold_level(earlier: int, rewards: int = 1) -> float:
+    """Level of the interval that an evaluation compares a gold reward by, with the best of `earlier` evaluations.
+
+    The k-th comparison of a run chooses from k evaluations and spends 1 / (k (k + 1)) of `FALSE_ALARMS`, divided among
+    them and among the gold rewards; the sum over all k is 1 (Bonferroni; alpha spending, Lan and DeMets 1983).
     """
-    pairs = [
-        (score_of(b, weights), score_of(a, weights), b.get(gold), a.get(gold))
-        for b, a in zip(before, now, strict=False)
-        if (b.get("example"), b.get("index")) == (a.get("example"), a.get("index"))
-    ]
-    sound = [tuple(float(v) for v in pair if v is not None) for pair in pairs if None not in pair]
-    if len(sound) < 2:
-        return None
-    rise = paired_difference([p[1] for p in sound], [p[0] for p in sound])
-    fall = paired_difference([p[3] for p in sound], [p[2] for p in sound])
-    if rise[1] > 0 and fall[2] < 0:
+    return 1 - 2 * FALSE_ALARMS / (earlier**2 * (earlier + 1) * rewards)  # only a fall counts: one of two sides
+
+
+@dataclass(frozen=True)
+class GoldPairs:
+    """The images of two evaluations that have a gold reward and every trained one: the changes of both."""
+
+    examples: Sequence[int]
+    rises: Sequence[float]
+    falls: Sequence[float]
+
+    @classmethod
+    def of(cls, before: Sequence[Row], now: Sequence[Row], weights: dict[str, float], gold: str) -> GoldPairs:
+        """The pairs of the images of `now` that `before` has.
+
+        Args:
+            weights: weights of the trained rewards.
+        """
+        earlier = {(row.get("example"), row.get("index")): row for row in before}
+        pairs = [(row, earlier.get((row.get("example"), row.get("index")), {})) for row in now]
+        sound = [
+            (int(row["example"]), score_of(row, weights), score_of(old, weights), row.get(gold), old.get(gold))
+            for row, old in pairs
+        ]
+        complete = [values for values in sound if None not in values]
+        return cls(
+            [values[0] for values in complete],
+            [float(new) - float(old) for _, new, old, _, _ in complete],  # type: ignore[arg-type]
+            [float(old) - float(new) for *_, new, old in complete],  # type: ignore[arg-type]
+        )
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are enough examples for a verdict."""
+        return len(set(self.examples)) >= MIN_EXAMPLES
+
+    def alarm(self, gold: str, level: float) -> str | None:
+        """The alarm for trained rewards that rise while gold falls; the intervals of both exclude 0."""
+        zeros = [0.0] * len(self.examples)
+        rise = paired_difference(self.rises, zeros, self.examples)
+        fall = paired_difference(self.falls, zeros, self.examples, level)
+        if rise[1] <= 0 or fall[1] <= 0:
+            return None
         return (
-            f"the trained rewards rose by {rise[0]:.3g}, but {gold}, which is not trained on, fell by {-fall[0]:.3g}: "
+            f"the trained rewards rose by {rise[0]:.3g}, but {gold}, which is not trained on, fell by {fall[0]:.3g}: "
             "this may be reward hacking"
         )
-    return None
+
+    def detectable_fall(self, level: float) -> float:
+        """The true fall of gold that raises its alarm with a probability of about .8."""
+        mean, low, _ = paired_difference(self.falls, [0.0] * len(self.examples), self.examples, level)
+        half, degrees = mean - low, len(set(self.examples)) - 1
+        return half * (1 + NormalDist().inv_cdf(0.8) / student(degrees, level))
+
+
+def gold_comparisons(
+    earlier: Sequence[Sequence[Row]], now: Sequence[Row], weights: dict[str, float], gold: Sequence[str]
+) -> dict[str, GoldPairs]:
+    """Each gold reward beside the evaluation in which it was highest, if both have enough examples."""
+    pairs = {
+        name: GoldPairs.of(max(earlier, key=lambda rows, n=name: _mean(rows, n)), now, weights, name)
+        for name in gold
+        if earlier
+    }
+    return {name: one for name, one in pairs.items() if one.enough}
 
 
 def statistic_drifts(name: str, before: float, now: float, factor: float = 2.0) -> str | None:
@@ -130,26 +186,36 @@ def images_collapse(before: float, now: float, factor: float = 2.0) -> str | Non
 
 
 class KlWatch:
-    """The alarm for a KL whose mean over the newest `window` steps exceeds `factor` times that of the `window` before;
-    once per jump. A resumed run replays the earlier steps."""
+    """The alarm for a KL whose mean over the newest `window` steps exceeds `factor` times what the mean of the `window`
+    before extrapolates to; once per jump. A resumed run replays the earlier steps.
+
+    A policy that moves steadily has a KL that grows with the square of its steps, and during a learning-rate warm-up
+    with their fourth power: without the extrapolation every run with a warm-up would raise the alarm at step 10."""
 
     def __init__(self, window: int = 5, factor: float = 10.0) -> None:
         self._window, self._factor = window, factor
         self._recent: list[float] = []
+        self._steps = 0
 
     def see(self, value: float | None) -> str | None:
         """Add the KL of a step -> the alarm. None and NaN (a step that overflowed) are ignored."""
         if value is None or not math.isfinite(value):
             return None
         size = self._window
+        self._steps += 1
         self._recent = [*self._recent, value][-2 * size :]
         if len(self._recent) < 2 * size:
             return None
         before, now = float(np.mean(self._recent[:size])), float(np.mean(self._recent[size:]))
-        if not 0 < self._factor * before < now:
+        if not 0 < self._factor * before * self._growth() < now:
             return None
         self._recent = []
         return f"the KL of the last {size} steps is {now:.3g}, that of the {size} before them {before:.3g}"
+
+    def _growth(self) -> float:
+        """Ratio of the means of the fourth powers of the step numbers in both windows."""
+        steps = np.arange(self._steps - 2 * self._window, self._steps, dtype=np.float64) + 1
+        return float((steps[self._window :] ** 4).mean() / (steps[: self._window] ** 4).mean())
 
 
 class IdleWatch:
@@ -206,8 +272,19 @@ def evaluation_alarms(
     """
     if not earlier:
         return []
-    best = {name: max(earlier, key=lambda rows, n=name: _mean(rows, n)) for name in gold}
-    of_gold = [gold_falls(best[name], now, weights, name) for name in gold]
+    level = gold_level(len(earlier), max(1, len(gold)))
+    compared = gold_comparisons(earlier, now, weights, gold)
+    if len(earlier) == 1 and (unjudged := [name for name in gold if name not in compared]):
+        logger.warning(
+            "%s: no alarm, because fewer than %d examples have its values and all trained rewards in both evaluations; "
+            "set evaluation.num_examples to %d or more",
+            ", ".join(unjudged),
+            MIN_EXAMPLES,
+            MIN_EXAMPLES,
+        )
+    of_gold = [pairs.alarm(name, level) for name, pairs in compared.items()]
+    for name, pairs in compared.items():
+        logger.info("%s: a fall of %.3g raises the alarm in 8 of 10 cases", name, pairs.detectable_fall(level))
     found: list[str | None] = []
     for name in ("saturation", "sharpness", "jpeg_bits"):
         key = PREFIX + name

@@ -32,7 +32,7 @@ from retouch.observe.html import (
     verdict,
 )
 from retouch.observe.run_dir import read_config, read_metrics, read_rows, reading_records
-from retouch.observe.statistics import paired_difference
+from retouch.observe.statistics import MIN_EXAMPLES, paired_difference
 from retouch.observe.timing import PARTS
 
 Record = dict[str, Any]
@@ -156,7 +156,12 @@ def judgement(
     judged = [m for m in (*_HEADLINE, *rewards, _DRIFT) if is_number(after.get(m)) and is_number(before.get(m))]
     changes = {m: change_of(before_rows, after_rows, m) for m in judged}
     parts = [f"{m} {before[m]:.3f} → {after[m]:.3f} ({interval(changes[m]) or 'no interval'})" for m in judged]
-    return _word(judged[0], changes[judged[0]]) if judged else "nothing to judge", parts
+    if not judged:
+        return "nothing to judge", parts
+    examples = len(set(_pairs(before_rows, after_rows, judged[0])[0]))
+    if examples < MIN_EXAMPLES:
+        return f"not judged: {examples} examples, and a verdict needs {MIN_EXAMPLES}", parts
+    return _word(judged[0], changes[judged[0]]), parts
 
 
 def _word(measure: str, change: tuple[float, float, float] | None) -> str:
@@ -199,11 +204,20 @@ def rows_of(run: Path, evaluation: Record) -> list[Record]:
 
 
 def change_of(before: Sequence[Record], after: Sequence[Record], measure: str) -> tuple[float, float, float] | None:
-    """Paired difference over the images that both evaluations measured; None for fewer than two."""
+    """Paired difference over the images that both evaluations measured, with its interval over their examples; None
+    for fewer than two examples."""
+    examples, new, old = _pairs(before, after, measure)
+    return paired_difference(new, old, examples) if len(set(examples)) > 1 else None
+
+
+def _pairs(
+    before: Sequence[Record], after: Sequence[Record], measure: str
+) -> tuple[list[Any], list[float], list[float]]:
+    """Examples, values after and values before of the images that both evaluations measured."""
     earlier = {(r["example"], r["index"]): r.get(measure) for r in before}
-    pairs = [(r.get(measure), earlier.get((r["example"], r["index"]))) for r in after]
-    valid = [(float(a), float(b)) for a, b in pairs if is_number(a) and is_number(b)]  # type: ignore[arg-type]
-    return paired_difference([a for a, _ in valid], [b for _, b in valid]) if len(valid) > 1 else None
+    pairs = [(r["example"], r.get(measure), earlier.get((r["example"], r["index"]))) for r in after]
+    valid = [(example, float(a), float(b)) for example, a, b in pairs if is_number(a) and is_number(b)]  # type: ignore[arg-type]
+    return [e for e, _, _ in valid], [a for _, a, _ in valid], [b for _, _, b in valid]
 
 
 def _readings(rows: dict[str, list[Record]]) -> str:

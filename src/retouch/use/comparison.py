@@ -22,7 +22,14 @@ from retouch.data.identity import images_of, paths, trained_on
 from retouch.data.remote import cached_path
 from retouch.disk import is_file, write_whole
 from retouch.imaging import write_png
-from retouch.observe.comparison import BASE, Column, Sampled, scoring_differences, write_comparison
+from retouch.observe.comparison import (
+    BASE,
+    Column,
+    Sampled,
+    sampling_differences,
+    scoring_differences,
+    write_comparison,
+)
 from retouch.observe.report import change_of
 from retouch.rewards.base import Reward, RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
@@ -77,8 +84,8 @@ def compare_runs(
     out: Path | None,
     reference: Path | None = None,
 ) -> dict[str, Any]:
-    """Evaluate the newest weights of several runs on the same examples and seeds with the rewards of all of them, and
-    their base if they have the same.
+    """Evaluate the newest weights of several runs on the same examples and seeds, with the sampling settings of the
+    first and the rewards of all of them, and their base if they have the same.
 
     Args:
         folders: run directories by the names of `runs`.
@@ -93,11 +100,8 @@ def compare_runs(
     entries = _common_rewards(runs)
     first, *others = runs
     evaluation = runs[first].config.evaluation
-    count = {"num_examples": evaluation.num_examples}
     configs = {
-        name: trained.config.model_copy(
-            update={"rewards": entries, "evaluation": trained.config.evaluation.model_copy(update=count)}
-        )
+        name: _sampled_as(first, runs[first].config, name, trained.config).model_copy(update={"rewards": entries})
         for name, trained in runs.items()
     }
     datasets = {name: _examples(config, data, reference, name) for name, config in configs.items()}
@@ -119,6 +123,32 @@ def compare_runs(
         write_comparison(folders, out / "compare.html", Sampled(columns, image))
     base_pair = [(BASE, first)] if BASE in results else []
     return _result(results, examples, entries, [*base_pair, *((first, other) for other in others)])
+
+
+def _sampled_as(first: str, model: RunConfig, name: str, config: RunConfig) -> RunConfig:
+    """The run file of `name` with the sampling settings of the run `first`, and a warning that names what it changes:
+    only the weights should differ."""
+    keys = sampling_differences(model.model_dump(mode="json"), config.model_dump(mode="json"))
+    if keys:
+        shown = ", ".join(f"{key} {ours} instead of {own}" for key, (ours, own) in keys.items())
+        logger.warning("%s is sampled with the settings of %s: %s", name, first, shown)
+    steps = model.evaluation.num_steps or model.rollout.num_steps
+    data = model.evaluation.data or model.data
+    images = {key: getattr(data, key) for key in ("resolution", "fit") if key in keys}
+    own = config.evaluation.data
+    evaluation = {
+        "num_examples": model.evaluation.num_examples,
+        "num_steps": steps,
+        "data": own and own.model_copy(update=images),
+    }
+    guidance = {"guidance_scale": model.rollout.guidance_scale} if "rollout.guidance_scale" in keys else {}
+    return config.model_copy(
+        update={
+            "data": config.data.model_copy(update=images),
+            "evaluation": config.evaluation.model_copy(update=evaluation),
+            "rollout": config.rollout.model_copy(update=guidance),
+        }
+    )
 
 
 def _examples(config: RunConfig, data: Path | None, reference: Path | Image | None, run: str = "") -> Dataset:

@@ -9,9 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
-from retouch.observe.statistics import bootstrap_intervals
+from retouch.observe.statistics import paired_difference
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.pairing import PairEntry, PairScorer, Preference, order_statistics
@@ -77,22 +75,16 @@ def win_rates(
 
 
 def win_rate_of(examples: Sequence[int], found: Sequence[Preference]) -> dict[str, Any]:
-    """The mean probability to win as [rate, low, high], with a 95 % interval that is bootstrapped over the examples;
-    the rate minus 1/2, whose sign changes exactly if the weights are swapped; the number of pairs; the share of pairs
-    whose orders have different winners; and the preference for the first image.
+    """The mean probability to win as [rate, low, high], with the 95 % interval of `paired_difference`; the rate minus
+    1/2, whose sign changes exactly if the weights are swapped; the number of pairs; the share of pairs whose orders
+    have different winners; and the preference for the first image.
 
     Args:
         examples: of each preference. The images of an example are one unit: they are not independent.
     """
-    units = [[i for i, one in enumerate(examples) if one == example] for example in dict.fromkeys(examples)]
-    margins = np.asarray([one.margin for one in found])
-    sums, counts = (np.asarray([f(margins[unit]) for unit in units]) for f in (np.sum, len))
-
-    def rate(chosen: Any) -> dict[str, float]:
-        return {"rate": 0.5 + float(sums[chosen].sum() / counts[chosen].sum())}
-
-    margin = float(sums.sum() / counts.sum())
-    low, high = bootstrap_intervals(len(units), rate).get("rate", (0.0, 1.0))  # of one example nothing is known
+    margins = [one.margin for one in found]
+    margin, low, high = paired_difference(margins, [0.0] * len(margins), examples)
+    low, high = (min(max(0.5 + one, 0.0), 1.0) for one in (low, high))  # of one example nothing is known
     return {"win_rate": [0.5 + margin, low, high], "margin": margin, "pairs": len(found), **order_statistics(found)}
 
 
