@@ -46,6 +46,10 @@ def cells(
     return [pytest.param(*row, marks=[mark] if (mark := marks[row]) else []) for row in rows]
 
 
-def rows(given: Iterable[tuple[Any, ...]], chosen: Collection[tuple[Any, ...]]) -> list[Any]:
-    """Arguments of `parametrize` with several values each; those that are not chosen are marked `full`."""
-    return [row if row in chosen else pytest.param(*row, marks=pytest.mark.full) for row in given]
+def rows(
+    given: Iterable[tuple[Any, ...]], chosen: Collection[tuple[Any, ...]], fast: Collection[tuple[Any, ...]] = ()
+) -> list[Any]:
+    """Arguments of `parametrize` with several values each; those that are not chosen are marked `full`. Those in `fast`
+    are in `make test`, whatever they cost."""
+    marks = {row: pytest.mark.full for row in given if row not in chosen} | dict.fromkeys(fast, pytest.mark.fast)
+    return [pytest.param(*row, marks=marks[row]) if row in marks else row for row in given]

@@ -21,6 +21,7 @@ import retouch as package
 from retouch.config import ConfigError, dump_run, load_run, parse_run
 from retouch.config.trust import consent, consented, in_run_directory, named
 from retouch.engine.saved import declare_complete
+from retouch.registry import import_from_here
 from tests import forked
 from tests.command_line import Outcome, retouch
 from tests.conftest import small_run
@@ -433,6 +434,22 @@ def test_an_export_imports_the_plug_ins_of_the_users_own_run_for_its_family(copi
     assert "given 'theirs'" in forked.run(command, cwd=tmp_path).stderr and marker.exists()  # it registers none
 
 
+def test_the_run_directory_is_not_searched_for_what_is_installed(
+    copied: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plug-in of the user, or a function of this package: what is imported later would be found there, too."""
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    (installed / "plug_in_of_the_user.py").write_text("", encoding="utf-8")
+    (copied.path / "plug_in_of_the_user.py").write_text(MODULE.format(marker=str(copied.marker)), encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [str(installed), *(place for place in sys.path if place)])
+    for module in ("plug_in_of_the_user", "retouch.tiny.edits"):
+        import_from_here(module)
+    del sys.modules["plug_in_of_the_user"]
+    assert str(copied.path) not in sys.path and copied.untouched()
+
+
+@pytest.mark.full
 def test_modules_in_a_run_directory_are_not_found_by_libraries(copied: Copy, signs: Path, tmp_path: Path) -> None:
     """A library that looks for an optional package does not find a file of the working directory, neither where the
     scorer is a function of this package; and an installed plug-in is the installed one."""

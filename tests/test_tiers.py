@@ -96,7 +96,7 @@ def pytest_configure(config):
 """
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
+@pytest.mark.parametrize("workers", [pytest.param([], marks=pytest.mark.full), ["-n", "2"]])
 def test_processor_seconds_are_recorded_and_late_tests_named(workers: list[str], tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(SLEEPER)
     (tmp_path / "conftest.py").write_text(CONFTEST)

@@ -36,6 +36,7 @@ from retouch.rollout.sampler import (
     sample,
 )
 from tests.families.conftest import random_example, with_point_posterior
+from tests.selection import default
 
 RANK, ALPHA = 4, 6.0
 """Their ratio is no power of 2 and far from 1: a program that misses it applies 2/3 of the update."""
@@ -140,6 +141,7 @@ def without_metadata(file: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("adapted", default(FAMILIES, {"flux_fill", "sd_inpaint"}.__contains__), indirect=True)
 def test_diffusers_draws_the_same_image_whether_it_reads_the_metadata_or_not(adapted: Adapted, tmp_path: Path) -> None:
     """Of the exported file; of the checkpoint's, with metadata alone."""
     exported = adapted.export("diffusers-lora", tmp_path / "exported")

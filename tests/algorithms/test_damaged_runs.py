@@ -22,7 +22,7 @@ from retouch.training.resume import evaluation_stands, resume_folder
 from retouch.types import Failure, Outcome, Stopped
 from tests.command_line import retouch
 from tests.conftest import small_run
-from tests.selection import rows
+from tests.selection import covering, default, rows
 
 from .runs import Config, Use, brightness, of_kind, same_weights, train
 
@@ -125,9 +125,10 @@ def ends(outcome: Any, expected: str, whole: Path, run: Path) -> None:
 
 READ_BACK = ("config.yaml", "metrics.jsonl", "evaluations/step-000000/rows.jsonl")
 TRIALS = [(name, damage.__name__) for name in FILES for damage in DAMAGES]
+CHOSEN = covering([trial for trial in TRIALS if trial[0] in READ_BACK or trial[1] == "garbage"], strength=1)
 
 
-@pytest.mark.parametrize(("name", "how"), rows(TRIALS, [t for t in TRIALS if t[0] in READ_BACK or t[1] == "garbage"]))
+@pytest.mark.parametrize(("name", "how"), rows(TRIALS, CHOSEN))  # type: ignore[arg-type]
 def test_a_damaged_file_is_written_again_or_done_without_or_named(name: str, how: str, whole: Path, cut: Path) -> None:
     (damage,) = (one for one in DAMAGES if one.__name__ == how)
     damage(cut / name)
@@ -160,7 +161,7 @@ def test_a_file_without_permission_is_named(name: str, whole: Path, cut: Path) -
     assert outcome.code in (0, 1, 2) and "Traceback" not in outcome.err
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", default(DAMAGES, {garbage, folder}.__contains__), ids=lambda one: one.__name__)
 def test_a_record_of_checked_items_is_made_again(damage: Callable[[Path], None], whole: Path, cut: Path) -> None:
     """It lies in the user's cache, not in the run."""
     records = [path for path in (Path(os.environ["XDG_CACHE_HOME"]) / "retouch/checked").iterdir() if path.is_file()]

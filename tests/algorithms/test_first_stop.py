@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +25,7 @@ from retouch.observe.run_dir import read_metrics
 from retouch.training import evaluation, rollouts
 from retouch.types import Stopped
 from tests.command_line import retouch
-from tests.selection import default
+from tests.selection import default, rows
 
 from .runs import Config, Use, brightness, labelled, of_kind, same_weights, train
 from .vlm_runs import RunFile, records
@@ -136,7 +137,7 @@ def without_snapshots(checkpoint: Path) -> None:
     (checkpoint / "complete.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-@pytest.mark.parametrize("algorithm", OPTIONS)
+@pytest.mark.parametrize("algorithm", default(OPTIONS, {"sft", "grpo", "nft", "dpo_offline"}.__contains__))
 def test_an_outage_in_the_first_evaluation_is_resumed_bitwise(
     algorithm: str, run_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +156,7 @@ def test_an_outage_in_the_first_evaluation_is_resumed_bitwise(
         assert [r["moment"] for r in of_kind(found, "eval")] == ["start", "end"]
 
 
-@pytest.mark.parametrize("algorithm", sorted(KL_TO_BASE))
+@pytest.mark.parametrize("algorithm", default(sorted(KL_TO_BASE), "grpo".__eq__))
 def test_the_base_is_the_reference_after_an_outage_too(
     algorithm: str, run_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -174,8 +175,10 @@ def test_the_base_is_the_reference_after_an_outage_too(
     assert not any(t.any() for n, t in again.policy.state("reference").items() if "lora_B" in n)
 
 
-@pytest.mark.parametrize("algorithm", default(OPTIONS, lambda name: name in ("nft", "kto")))
-@pytest.mark.parametrize("stop", ["signal", "minutes", "disk"])
+@pytest.mark.parametrize(
+    ("stop", "algorithm"),
+    rows([*product(["signal", "minutes", "disk"], OPTIONS)], [("signal", "nft"), ("minutes", "kto"), ("disk", "nft")]),
+)
 def test_other_stops_there_are_resumed_bitwise(
     stop: str, algorithm: str, run_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,8 +217,13 @@ def killed() -> None:
     raise Killed
 
 
-@pytest.mark.parametrize("algorithm", default(OPTIONS, lambda name: name in ("grpo", "nft", "dpo_offline")))
-@pytest.mark.parametrize("stop", ["minutes", "signal", "killed"])
+@pytest.mark.parametrize(
+    ("stop", "algorithm"),
+    rows(
+        [*product(["minutes", "signal", "killed"], OPTIONS)],
+        [("minutes", "grpo"), ("signal", "nft"), ("killed", "dpo_offline")],
+    ),
+)
 def test_a_run_begun_from_another_does_not_begin_from_the_base(
     stop: str,
     algorithm: str,
@@ -353,6 +361,7 @@ def test_a_stop_in_a_warm_up_goes_on_from_the_adapter(
 # --- vlm_grpo ---
 
 
+@pytest.mark.full
 def test_vlm_grpo_begun_from_another_run(vlm_file: RunFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Killed before its first checkpoint, and resumed."""
     from retouch.algorithms.vlm_grpo.scoring import CompletionScorer

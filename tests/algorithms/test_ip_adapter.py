@@ -46,7 +46,7 @@ from retouch.use.loaded import Loaded
 from tests.command_line import retouch
 from tests.conftest import small_run
 from tests.families.conftest import with_point_posterior
-from tests.selection import cells
+from tests.selection import rows
 from tests.tiny_models import tiny_model
 
 from .runs import Config, Use, brightness, labelled, of_kind, same_weights, train, weights
@@ -116,7 +116,13 @@ def start_of(made: RunConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.
     return STARTS[made.model.family]
 
 
-@pytest.mark.parametrize(("family", "algorithm"), cells(CELLS, 1))
+@pytest.mark.parametrize(
+    ("family", "algorithm"),
+    rows(
+        CELLS,
+        [("flux_fill", "sft"), ("flux_fill", "reward_gradient"), ("sd_inpaint", "grpo"), ("qwen_image", "nft")],
+    ),
+)
 @pytest.mark.usefixtures("bare")
 def test_every_algorithm_trains_the_adapter_alone_and_resumes_bitwise(
     family: str, algorithm: str, config: Config, scripted: Use, styled: Path
@@ -513,8 +519,8 @@ def image_of(model: Any, network: Any, example: Example, guidance: float) -> tor
 @pytest.mark.parametrize(
     ("family", "to", "name"),
     [
-        ("flux_fill", "comfyui", "ip-adapter.bin"),
-        ("sd_inpaint", "diffusers-ip-adapter", "ip-adapter.safetensors"),
+        pytest.param("flux_fill", "comfyui", "ip-adapter.bin", marks=pytest.mark.full),
+        pytest.param("sd_inpaint", "diffusers-ip-adapter", "ip-adapter.safetensors", marks=pytest.mark.full),
         ("qwen_image", "ip-adapter", "ip-adapter.bin"),
     ],
 )

@@ -23,6 +23,7 @@ from retouch.training.dump import read_dump
 from tests import forked
 from tests.command_line import retouch
 from tests.conftest import small_run
+from tests.selection import default
 
 LORA = {"kind": "lora", "rank": 4}
 BROKEN: dict[str, dict[str, Any]] = {
@@ -57,7 +58,7 @@ def broken_run(kind: str, folder: Path, run_file: Callable[..., dict[str, Any]])
     return file, dump
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("kind", default(BROKEN, {"grpo", "reward_gradient", "dpo"}.__contains__))
 def test_a_broken_step_is_repeated_bitwise(kind: str, tmp_path: Path, run_file: Callable[..., dict[str, Any]]) -> None:
     _, dump = broken_run(kind, tmp_path, run_file)
     before = sorted(path for path in tmp_path.rglob("*"))
@@ -202,6 +203,7 @@ def test_a_dump_that_no_run_wrote_is_refused(dump: Path, path: str, value: objec
     assert outcome.code == 2 and "damaged (state.json: dump." in outcome.err and "Traceback" not in outcome.err
 
 
+@pytest.mark.full
 def test_a_step_of_two_processes(tmp_path: Path, run_file: Callable[..., dict[str, Any]]) -> None:
     """Each has its examples, seeds and losses; one process alone cannot repeat it."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "retouch"]

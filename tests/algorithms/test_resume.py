@@ -14,10 +14,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from retouch.engine import Engine
 from retouch.observe.run_dir import read_metrics
+from retouch.types import Stopped
 from tests import forked
 from tests.conftest import small_run
 from tests.selection import rows
+
+from .runs import Config, of_kind, train
 
 STEPS = 6
 
@@ -165,6 +169,26 @@ def test_sigterm_stops_cleanly_and_resumes_bitwise(long_run: Path, uninterrupted
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
+def test_a_run_that_is_only_finished_when_it_is_resumed_keeps_the_rows_of_its_end(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal came in its last step, inside an epoch: the run can still be extended."""
+    backward = Engine.backward
+
+    def signalled(self: Engine, loss: torch.Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        backward(self, loss)
+
+    given = {"training__max_steps": 1, "evaluation__num_steps": 1, "evaluation__num_examples": 1}
+    with monkeypatch.context() as changed, pytest.raises(Stopped):
+        changed.setattr(Engine, "backward", signalled)
+        train(config(**given))
+    run, records = train(config(**given, resume="auto"))
+    assert [record["moment"] for record in of_kind(records, "eval")] == ["start", "end"]
+    assert (run.dir.path / "checkpoints/step-000001/rollouts.safetensors").is_file()
+
+
+@pytest.mark.full
 def test_a_run_stopped_in_its_last_step_can_still_be_extended_bitwise(long_run: Path) -> None:
     """Its end lies inside an epoch: the rollouts that are left are in its checkpoint, also when a signal came in that
     step and the run was only finished when it was resumed."""

@@ -37,6 +37,7 @@ from retouch.rewards.client.config import RewardClientConfig
 from retouch.training.resume import changes_in_epoch
 from tests.command_line import Outcome, retouch
 from tests.conftest import small_run
+from tests.selection import default
 
 ANOTHER = "another value"
 
@@ -141,34 +142,30 @@ RUNS: dict[str, tuple[str, ...]] = {
         "rewards.seam={role: gold}",
         "evaluation.grid_examples=3", "training.eval_every=1",
     ),
-    "grpo: logging": (
+    "grpo: logging, reward_client and model": (
         "logging.sinks=[tensorboard]", "logging.rollout_images_every=1", "logging.dir=RUNS/elsewhere", "name=other",
         "plugins=[json]",
-    ),
-    "grpo: reward_client": (
         "reward_client.timeout_s=20", "reward_client.outage_wait_s=2", "reward_client.logged_wait_s=1",
         "reward_client.max_failure_rate=0.5", "reward_client.max_run_failure_rate=0.5", "reward_client.batch_size=2",
         "reward_client.balance=round_robin", "reward_client.requests_per_server=1", "reward_client.hedge_after_s=5",
         "reward_client.probe_every=1", "reward_client.probe_tolerance=0.1", "reward_client.on_drift=stop",
         "reward_client.cache=true",
-    ),
-    "grpo: ema": ("ema.decay=0.5", "ema.update_interval=2"),
-    "grpo: no ema": (
-        "ema=null", "warmup_data={format: self_bench, path: SIGNS/targets, resolution: [32, 64], limit: 4}",
-        "algorithm.sft_shifted_times=false",
-    ),
-    "grpo: sampling": (
-        "rollout.batch_size_per_device=2", "rollout.preset=fast", "data.limit=100", "data.max_bad_items=3",
-    ),
-    "grpo: model": (
         "model.offload_text_encoders=false", "model.offload_vae=true", "model.vae_batch=one",
         "model.free_text_encoders=true",
+    ),
+    "grpo: ema and sampling": (
+        "ema.decay=0.5", "ema.update_interval=2",
+        "rollout.batch_size_per_device=2", "rollout.preset=fast", "data.limit=100", "data.max_bad_items=3",
+    ),
+    "grpo: no ema and no KL": (
+        "ema=null", "warmup_data={format: self_bench, path: SIGNS/targets, resolution: [32, 64], limit: 4}",
+        "algorithm.sft_shifted_times=false",
+        "algorithm.kl_weight=0", "algorithm.late_rewards=next_step",
     ),
     "grpo: loss": (
         "algorithm.clip_range=1e-5", "algorithm.kl_weight=0.5", "algorithm.kl_mode=flow_grpo",
         "algorithm.step_weight=std", "algorithm.advantage_clip=1", "algorithm.old_log_probs=recomputed",
     ),
-    "grpo: no KL": ("algorithm.kl_weight=0", "algorithm.late_rewards=next_step"),
     "grpo: advantages": (
         "algorithm.baseline=batch", "algorithm.scale=batch", "algorithm.skip_zero_std_groups=false",
         "algorithm.combine=sum_then_normalize",
@@ -191,6 +188,9 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 COPIES = {"nft: loss", "dpo: loss"}
 """Runs that train on more noised copies of the same rows."""
+
+EXPENSIVE = {"grpo: resampling", "nft: loss", "reward_gradient: loss"}
+"""Runs of `make test-all`."""
 
 NOT_RUN = {
     ("RunConfig", "resume"): "every run here changes it",
@@ -279,7 +279,7 @@ UNCHANGED: dict[str, set[str]] = {}
 """Base -> what the policy predicts of in the step that ends its epoch."""
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", default(RUNS, lambda name: name not in EXPENSIVE))
 def test_an_option_that_may_change_changes_no_row(
     name: str, written: Callable[[str], Path], inputs: list[set[str]], signs: Path, tmp_path: Path
 ) -> None:

@@ -143,9 +143,9 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, bool]]:
 @pytest.mark.parametrize(
     ("options", "texts"),
     [
-        ({}, {(gpu.SHORTEST, False)}),
-        ({"prompt_tokens": 96, "rows": 2, "profile": True}, {(96, False)}),
-        ({"prompt_tokens": 60}, {(64, True)}),
+        pytest.param({}, {(gpu.SHORTEST, False)}, marks=pytest.mark.full),
+        pytest.param({"prompt_tokens": 96, "rows": 2, "profile": True}, {(96, False)}, marks=pytest.mark.full),
+        pytest.param({"prompt_tokens": 60}, {(64, True)}, marks=pytest.mark.full),
         ({"prompt_tokens": 60, "no_mask": True}, {(64, False)}),
     ],
     ids=["as_it_is", "of_one_length", "of_no_bucket", "without_mask"],

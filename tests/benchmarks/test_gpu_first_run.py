@@ -181,6 +181,7 @@ def test_a_cell_that_needs_more_than_the_gpu_has_is_skipped(tmp_path: Path, monk
     assert cells.run(task, cells.Place(False, tmp_path)) == {"skipped": "takes about 101 GiB of 80"}
 
 
+@pytest.mark.full
 def test_released_sizes_are_valid_runs_that_fit_a_gpu_of_80_gb(tmp_path: Path) -> None:
     """Before activations; FLUX.2-klein on examples with a source and a mask."""
     for task in (task for task in TASKS if task.kind == "released"):
@@ -196,8 +197,8 @@ def test_released_sizes_are_valid_runs_that_fit_a_gpu_of_80_gb(tmp_path: Path) -
 @pytest.mark.parametrize(
     "name",
     [
-        "tiny-sdxl_inpaint-sft-bf16",
-        "tiny-z_image-nft-default",
+        pytest.param("tiny-sdxl_inpaint-sft-bf16", marks=pytest.mark.full),
+        pytest.param("tiny-z_image-nft-default", marks=pytest.mark.full),
         pytest.param("flux_fill-plain-kernels", marks=pytest.mark.full),
         "qwen_image-no_mask-rows_2",
         pytest.param("flux2_klein-plain", marks=pytest.mark.full),

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
@@ -28,6 +30,7 @@ def test_the_page_has_the_ratio_of_fused_lora() -> None:
     assert f"no time on a CPU ({found['bf16']['ratio']:.2f} x" in PAGE
 
 
+@pytest.mark.full
 def test_both_kinds_of_layers_are_measured_and_agree() -> None:
     found = fused_lora.measure(tokens=4, rows=1, repetitions=1)
     assert found["cpu_s"].keys() == {"peft", "fused", "off"} and found["largest_relative_difference"] < 1e-5

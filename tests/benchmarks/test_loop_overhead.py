@@ -45,7 +45,9 @@ def test_ratios_are_of_neighbours() -> None:
     }
 
 
-@pytest.mark.parametrize(("algorithm", "without", "trained"), [("grpo", 4, 2), ("nft", 4 + 2 * 2, 2)])
+@pytest.mark.parametrize(
+    ("algorithm", "without", "trained"), [("grpo", 4, 2), pytest.param("nft", 4 + 2 * 2, 2, marks=pytest.mark.full)]
+)
 def test_a_replay_is_every_call_of_an_epoch(algorithm: str, without: int, trained: int, tmp_path: Path) -> None:
     """Four steps of sampling, two micro-batches; NFT asks two snapshots of each."""
     small = Namespace(width=32, batch=4, side=32, pairs=1)

@@ -49,6 +49,7 @@ def test_the_reward_of_a_round_takes_its_share_of_that_rounds_sampling() -> None
     assert asked == [("free", 0.0), ("overlapped", 1.0), ("waiting", 1.0)]
 
 
+@pytest.mark.full
 def test_rewards_run_beside_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured small: groups are scored in their order, one a forward; waiting for each leaves nothing to wait for."""
     monkeypatch.chdir(REPOSITORY)

@@ -77,7 +77,8 @@ def test_two_processes_train_what_one_does(name: str, groups: int, signs: dict[s
     assert_close(weights(tmp_path / "two"), weights(tmp_path / "one"), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["flux_fill_grpo.yaml", pytest.param("flux_fill_dpo.yaml", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["flux_fill_grpo.yaml", "flux_fill_dpo.yaml"])
 def test_two_processes_resume_inside_an_epoch_each_with_its_own_rows(
     name: str, signs: dict[str, Path], tmp_path: Path
 ) -> None:

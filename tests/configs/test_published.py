@@ -154,15 +154,25 @@ for run_path in RUNS:
     OF_KIND.setdefault(kind_of(run_path), []).append(run_path)
 
 COVER = covering([(family, (algorithm, kind)) for family, algorithm, kind in OF_KIND], strength=1)
-STEPPED = {OF_KIND[family, *what][n % len(OF_KIND[family, *what])] for n, (family, what) in enumerate(COVER)}  # type: ignore[index]
-"""The runs that a default run of the tests trains for a step, for every family and every algorithm with what it trains;
-one kind's is a list of descriptions, another's tiny."""
+VARIED = [OF_KIND[family, *what][n % len(OF_KIND[family, *what])] for n, (family, what) in enumerate(COVER)]  # type: ignore[index]
+TRAITS = {(*kind_of(path), path in TINY, "_manifest_" in path.stem): path for path in VARIED}
+STEPPED = {TRAITS[row] for row in covering(TRAITS, strength=1)}  # type: ignore[index]
+"""The runs that a default run of the tests trains for a step: for every family, every algorithm, everything that is
+trained, a tiny one and one on a list of descriptions."""
 
 FIRST: dict[str, Path] = {}
-"""A released run of a LoRA for every family, one of all weights and one of a style adapter."""
+"""A released run of a LoRA for one family of each architecture, one of all weights and one of a style adapter."""
 for run_path in RELEASED:
     run_family, _, run_kind = kind_of(run_path)
-    FIRST.setdefault(run_family if run_kind == "lora" else run_kind, run_path)
+    if run_kind != "lora" or run_family in (
+        "flux_fill",
+        "flux2_klein",
+        "sd_inpaint",
+        "sd3",
+        "z_image",
+        "qwen_image_21",
+    ):
+        FIRST.setdefault(run_family if run_kind == "lora" else run_kind, run_path)
 
 
 @pytest.mark.parametrize("path", default(RUNS, STEPPED.__contains__), ids=name_of)

@@ -201,7 +201,7 @@ def lightning_lora(folder: Path) -> Path:
     ("name", "variant"),
     [
         pytest.param("qwen_image_edit_vlm_grpo_8gpu", "edit", marks=pytest.mark.full),
-        ("qwen_image_edit_vlm_grpo_full_8gpu", "edit_plus"),
+        pytest.param("qwen_image_edit_vlm_grpo_full_8gpu", "edit_plus", marks=pytest.mark.full),
         ("qwen_image_vlm_grpo_8gpu_lightning", None),
     ],
 )

@@ -179,7 +179,8 @@ def test_two_ranks_train_as_one_process_does(run_yaml: Path) -> None:
     same_records(read_metrics(one / "metrics.jsonl"), read_metrics(two / "metrics.jsonl"))
 
 
-@pytest.mark.parametrize("algorithm", ["reward_gradient", pytest.param("nft", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("algorithm", ["reward_gradient", "nft"])
 def test_a_gradient_that_fails_on_one_rank(
     algorithm: str, run_file: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

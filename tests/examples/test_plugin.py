@@ -144,6 +144,7 @@ def test_the_run_file_of_the_page_checks_with_its_shortest_step_rule(tmp_path: P
     assert done.returncode == 0 and "run.yaml: ok" in done.stdout, done.stderr
 
 
+@pytest.mark.full
 def test_a_module_named_in_the_run_file_needs_no_installation(data: Path, tmp_path: Path) -> None:
     """`plugins` finds modules in the working directory, and the server of `url: auto` imports them too."""
     reward = (PLUGIN / "retouch_example/warmth.py").read_text(encoding="utf-8")

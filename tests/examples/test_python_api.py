@@ -6,11 +6,14 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import forked
 
 NOTEBOOK = Path(__file__).parents[2] / "examples/python_api.py"
 
 
+@pytest.mark.full
 def test_the_notebook_runs(tmp_path: Path) -> None:
     done = forked.run([sys.executable, str(NOTEBOOK), "1"], cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr

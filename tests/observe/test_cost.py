@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from retouch.config import RunConfig, derive
+from retouch.families import FAMILIES
 from retouch.observe import cost
 from retouch.observe.cost import Costs, forward_flops
 from retouch.observe.timing import Stopwatch
@@ -26,6 +27,7 @@ from retouch.tiny.signs import (
 from retouch.types import Example
 from tests.algorithms.runs import of_kind, train
 from tests.families.test_contract import CASES, examples_of, start, times_of, tiny
+from tests.selection import rows
 from tests.tiny_models import tiny_model
 
 Config = Callable[..., RunConfig]
@@ -114,8 +116,15 @@ class Multiplications(TorchFunctionMode):
         return output
 
 
-@pytest.mark.parametrize("guidance", [1.0, 3.0])
-@pytest.mark.parametrize(("family", "masked"), CASES)
+SCALES = (3.0, 1.0)
+GUIDED = [(*case, scale) for case in CASES for scale in SCALES]
+ALTERNATELY = [
+    (family, masked, SCALES[n % 2] if FAMILIES[family].spec.doubles_for_guidance else 1.0)
+    for n, (family, masked) in enumerate(CASES)
+]
+
+
+@pytest.mark.parametrize(("family", "masked", "guidance"), rows(GUIDED, ALTERNATELY))
 def test_flops_are_those_of_the_real_network(
     family: str, masked: bool, guidance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,10 +158,10 @@ def test_flops_depend_on_the_prompt_and_not_on_the_batch() -> None:
     hook = model.network.register_forward_pre_hook(
         lambda network, args, kwargs: found.append(forward_flops(network, args, kwargs)), with_kwargs=True
     )
-    for prompt, rows in (("W", 1), ("W", 2), ("The text is " + 40 * "W", 1)):
-        examples = [Example(0, prompt, size=(32, 64))] * rows
+    for prompt, count in (("W", 1), ("W", 2), ("The text is " + 40 * "W", 1)):
+        examples = [Example(0, prompt, size=(32, 64))] * count
         with torch.no_grad():
-            model.predict(model.network, start(model, rows=rows), times_of(model, rows), model.encode(examples, 1.0))
+            model.predict(model.network, start(model, rows=count), times_of(model, count), model.encode(examples, 1.0))
     hook.remove()
     short, twice, long = found
     assert short == twice < long

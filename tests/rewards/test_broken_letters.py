@@ -206,6 +206,7 @@ def test_the_robust_network_is_trained_on_perturbed_letters() -> None:
     assert all(0 < (end - start).abs().max() < 0.01 for end in ends)
 
 
+@pytest.mark.full
 def test_the_robust_network_withstands_perturbations_that_turn_the_standard_one_around() -> None:
     letters = held_out_letters(64, seed=7)
     standard, robust = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from retouch.rewards.client.client import RewardClient
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.types import Failure
 from tests.rewards.fakes import until
+from tests.selection import rows
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -23,6 +25,7 @@ import broken_servers as kit
 WAYS: dict[str, Any] = {**kit.WAYS, **kit.MORE_WAYS}
 REWARDS = ["other", kit.REWARD]
 SLOW = {"hangs after headers", "trickles"}
+BALANCES = ("least_outstanding", "round_robin")
 PASSING = {"500", "cut off"}
 """Ways that one server is asked again for, until time is up."""
 
@@ -31,8 +34,9 @@ def client_of(*urls: str, rewards: list[str] = REWARDS, **options: Any) -> Rewar
     return RewardClient(urls, rewards, options=RewardClientConfig(**{"timeout_s": 10.0, "batch_size": 4, **options}))
 
 
-@pytest.mark.parametrize("balance", ["least_outstanding", "round_robin"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "balance"), rows([*product(WAYS, BALANCES)], [(way, BALANCES[n % 2]) for n, way in enumerate(WAYS)])
+)
 def test_a_broken_server_takes_no_traffic_from_a_sound_one(way: str, balance: str) -> None:
     """320 items: of the fast broken server, as of one that is away, only what opens its breaker is asked."""
     rewards = [kit.REWARD] if way == "other names" else REWARDS

@@ -58,7 +58,9 @@ def client_of(*urls: str, cache: ScoreCache | None = None, **options: Any) -> Re
 # --- everything at once ---
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [120, pytest.param(500, marks=pytest.mark.full), pytest.param(10_000, marks=pytest.mark.slow)]
+)
 def test_requests_under_random_faults(count: int) -> None:
     """Three servers that delay, refuse, lie and reorder, two of them behind proxies that cut, stall and reset, one
     restarted again and again: n in, n out, in order, no number that the scorer did not give, in bounded time, and at
