@@ -125,19 +125,23 @@ def trained(section: ModelSection, out: Path) -> Any:
 
 def theirs(base: Base, folder: Path, noise: Tensor, condition: Condition) -> Tensor:
     """The image of diffusers' own pipeline, [1, H, W, 3] in [0, 1]."""
-    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32, **base.stock)
+    given = {name: part if name == "processor" else None for name, part in base.stock.items()}  # its class is checked
+    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32, **given)
+    pipe.register_modules(**base.stock)
     pipe.set_progress_bar_config(disable=True)
     call, example = CALLS[base.family], base.example
     common = {"prompt": example.prompt, "height": SIZE[0], "width": SIZE[1], "num_inference_steps": STEPS}
     if "text_encoder_2" in pipe.config or base.family in ("flux2_klein", "flux2_dev"):
         common["max_sequence_length"] = LENGTHS.get(base.family, 96)
     options = call(base, pipe, noise, condition)
-    given = {k: v for k, v in {**common, "output_type": "np", **options}.items() if v is not None}
+    inputs = {k: v for k, v in {**common, "output_type": "np", **options}.items() if v is not None}
     with (
         patch.object(pipe, "check_inputs", create=True),
         patch.object(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: (*SIZE[::-1], None)),
     ):  # they want multiples of 8 of every autoencoder, and images of a megapixel
-        return torch.from_numpy(pipe(generator=torch.Generator().manual_seed(0), **given).images)
+        image = torch.from_numpy(pipe(generator=torch.Generator().manual_seed(0), **inputs).images)
+    opacity = image[..., 3:] if image.shape[-1] == 4 else 1.0
+    return image[..., :3] * opacity + 1 - opacity  # on white, as we decode images with opacity
 
 
 def inpainting(base: Base, pipe: Any, noise: Tensor, condition: Condition) -> dict[str, Any]:

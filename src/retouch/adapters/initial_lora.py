@@ -286,7 +286,8 @@ def _converted(path: Path, spec: FamilySpec, tensors: Mapping[str, Tensor]) -> d
     try:
         found: dict[str, Tensor] = dict(loader.lora_state_dict(dict(tensors)))
     except Exception as error:  # converters raise whatever an unexpected name leads to
-        raise ConfigError(f"{problem}: {type(error).__name__}: {str(error).splitlines()[:1]}") from None
+        told = " ".join(str(error).split())[:300]  # the keys stand behind its first line
+        raise ConfigError(f"{problem}: {type(error).__name__}: {told}") from None
     if unread := next((key for key in found if _KEY.search(key) is None), None):
         raise ConfigError(f"{problem}: it holds {unread}, which is no LoRA factor; give a LoRA of this network alone")
     if (left := _rows(tensors) - _rows(found)) != 0:
