@@ -714,7 +714,7 @@ def test_an_export_goes_to_the_run_unless_it_is_told_where(
     )
     alone = shutil.copytree(newest, tmp_path / "alone")
     monkeypatch.chdir(alone)
-    assert retouch("export", ".", "--to", "safetensors").out == f"{tmp_path}/alone-safetensors/t-alone.safetensors\n"
+    assert retouch("export", ".", "--to", "safetensors").out == f"{tmp_path}/alone-safetensors/lora-alone.safetensors\n"
     assert [p.relative_to(alone) for p in sorted(alone.rglob("*"))] == [p.relative_to(newest) for p in files]
     assert sorted(newest.rglob("*")) == files
     shutil.rmtree(run / "checkpoints")
@@ -732,12 +732,12 @@ def test_a_format_of_style_adapters_for_a_lora_names_the_formats_of_loras(finish
 def test_a_lora_is_exported_to_comfyui(finished: Finished, tmp_path: Path) -> None:
     outcome = retouch("export", finished("lora"), "--to", "comfyui", "--out", tmp_path / "x")
     assert outcome.code == 0, outcome.err
-    file = tmp_path / "x" / "t-step-000004.safetensors"
+    file = tmp_path / "x" / "lora-step-000004.safetensors"
     assert outcome.out.strip() == str(file)
     assert "transformer.transformer_blocks.0.attn.to_q.alpha" in load_file(file)
     with safe_open(file, "pt") as opened:
         about = opened.metadata()
-    assert about["modelspec.title"] == "t-step-000004" and about["ss_network_dim"] == "4"
+    assert about["modelspec.title"] == "lora-step-000004" and about["ss_network_dim"] == "4"
     assert about["modelspec.trigger_phrase"] == "The text is '{text}'."
     assert about["modelspec.description"] == "grpo with retouch, step-000004, on tiny"
 
@@ -820,7 +820,7 @@ def test_an_export_appears_whole_or_not_at_all(
     assert not list(tmp_path.iterdir())
     (tmp_path / "out").mkdir()
     assert retouch(*arguments).code == 0
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "t-step-000004.safetensors"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "lora-step-000004.safetensors"]
 
 
 def test_two_exports_into_one_folder(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

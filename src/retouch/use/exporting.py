@@ -87,8 +87,9 @@ def _about(run: Mapping[str, Any], checkpoint: Path, *, raw: bool) -> About:
     """
     from retouch.adapters.about import About
 
-    name = "-".join(filter(None, (str(run.get("name") or ""), checkpoint.name, "raw" * raw)))
-    trained = f"{section_of(run, 'algorithm').get('name')} with retouch, {checkpoint.name}"
+    step = checkpoint.resolve().name  # of "." as well
+    name = "-".join(filter(None, (str(run.get("name") or ""), step, "raw" * raw)))
+    trained = f"{section_of(run, 'algorithm').get('name')} with retouch, {step}"
     trigger = section_of(run, "data").get("prompt_template")
     return About(name, trained, None if trigger is None else str(trigger))
 
