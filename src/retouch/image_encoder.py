@@ -23,9 +23,8 @@ from transformers.utils.hub import cached_file
 from retouch import plain_json
 from retouch.config.errors import ConfigError
 from retouch.errors import why_unreadable
-from retouch.hub import require_hub
+from retouch.hub import read_variant, require_hub, variant_hint
 from retouch.lru import LruCache
-from retouch.model_files import read_variant, variant_hint
 
 TINY = Path(__file__).parent / "tiny" / "bases" / "image_encoder"
 """The encoder that comes with the package."""
@@ -166,7 +165,7 @@ def pad_to_square(image: Image.Image) -> Image.Image:
 
 def vision_config(config: Any) -> Any:
     """The config of the image encoder in that of a whole SigLIP or CLIP, or itself. The width of a CLIP's vectors is in
-    the config of the whole; the nested one may have none, and then says 512."""
+    the config of the whole; the nested one may have none, which is read as 512."""
     nested = getattr(config, "vision_config", config)
     if nested is not config and getattr(config, "projection_dim", None) is not None:
         nested.projection_dim = config.projection_dim
@@ -174,8 +173,8 @@ def vision_config(config: Any) -> Any:
 
 
 def normalization(path: str, output: str) -> Normalization:
-    """Of a model's image processor: `processor_config.json`, where transformers 5 writes it, else
-    `preprocessor_config.json`, else that of its kind.
+    """The normalization of a model's image processor: in `processor_config.json`, where transformers 5 writes it, or in
+    `preprocessor_config.json`; without either, that of its kind.
 
     Raises:
         ValueError: a file that is no JSON object.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from retouch import plain_json
 from retouch.errors import ModelFilesError
@@ -15,8 +14,6 @@ from retouch.hub import looks_local
 if TYPE_CHECKING:
     from retouch.families.base import OtherTransformer
 
-
-Loaded = TypeVar("Loaded")
 
 INDEX = "model_index.json"
 """The file of a pipeline folder that names its class and its parts."""
@@ -94,30 +91,6 @@ def components(folder: Path) -> list[str]:
     """
     entries = _index(folder / INDEX).items()
     return [name for name, entry in entries if isinstance(entry, list) and entry and isinstance(entry[0], str)]
-
-
-def read_variant(read: Callable[..., Loaded], path: str, subfolder: str | None, variant: str | None) -> Loaded:
-    """`read` with the weight files of a variant (`model.weights_variant`) where a part has them, else with the plain
-    ones."""
-    folder = Path(path) / (subfolder or "")
-    is_here = Path(path).is_dir()
-    if variant is None or (is_here and not any(folder.glob(f"*.{variant}[.-]*"))):
-        return read()
-    try:
-        return read(variant=variant)
-    except OSError:
-        if is_here:
-            raise
-        return read()  # a part of a hub id without such files
-
-
-def variant_hint(path: str, subfolder: str | None) -> str:
-    """What to set where a local folder has the weights of a variant alone; "" elsewhere."""
-    names = [file.name for file in (Path(path) / (subfolder or "")).glob("*.safetensors")]
-    found = [re.fullmatch(r"\w+\.(\w+)(-\d+-of-\d+)?\.safetensors", name) for name in names]
-    if not names or not all(found) or found[0] is None:
-        return ""
-    return f"; its weights are of a variant: set model.weights_variant={found[0][1]}"
 
 
 UNSUPPORTED = (

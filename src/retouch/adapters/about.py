@@ -23,7 +23,7 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class About:
-    """What an export knows of its run.
+    """Facts of a run for the metadata of its exported files.
 
     Attributes:
         name: of the run and the checkpoint, and of the exported file.
@@ -63,7 +63,7 @@ def metadata(about: About, model: ModelSection, rank: int | None = None) -> dict
 
 
 def base_name(model: ModelSection) -> str:
-    """The hub id of the network that was trained, or the name of its folder: a path would tell of this machine."""
+    """The hub id of the network that was trained, or the name of its folder; never a path of this machine."""
     other = model.transformer.path if model.transformer is not None else model.path
     below = model.merged_lora
     parts = [other, *([] if below is None else [below.weight_name or below.path])]

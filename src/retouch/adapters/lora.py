@@ -62,7 +62,7 @@ def save_lora(state: Mapping[str, Tensor], folder: Path, alpha: float, rank: int
 
 
 def lora_metadata(state: Mapping[str, Tensor], alpha: float, rank: int, prefix: str) -> dict[str, str]:
-    """What diffusers reads of a file besides its tensors."""
+    """The metadata that diffusers reads: rank, alpha and modules."""
     modules = sorted({name.rsplit(".lora_", 1)[0] for name in state})
     adapter = {f"{prefix}.r": rank, f"{prefix}.lora_alpha": alpha, f"{prefix}.target_modules": modules}
     return {"lora_adapter_metadata": json.dumps(adapter, indent=2, sort_keys=True)}

@@ -87,7 +87,7 @@ class FullWeights:
         return {name: t for name, t in tensors.items() if name not in own}
 
     def _buffers(self) -> dict[str, Tensor]:
-        """What a network's files hold beside its parameters."""
+        """The tensors in the files of the network that are no parameters."""
         trained = {name for name, _ in self._network.named_parameters()}
         return {name: t for name, t in self._network.state_dict().items() if name not in trained}
 

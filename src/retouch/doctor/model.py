@@ -10,7 +10,8 @@ from typing import Any, cast
 from retouch import plain_json
 from retouch.doctor.line import Line
 from retouch.families.base import Model, OtherTransformer
-from retouch.model_files import has_component, schedule_problem, variant_hint
+from retouch.hub import variant_hint
+from retouch.model_files import has_component, schedule_problem
 
 Shapes = dict[str, tuple[int, ...]]
 """Weight name -> shape."""

@@ -17,16 +17,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from retouch.errors import first_line, why_unreadable
 from retouch.families import FAMILIES
-from retouch.hub import require_hub
+from retouch.hub import read_variant, require_hub, variant_hint
 from retouch.model_files import (
     ModelFilesError,
     component_path,
     has_component,
-    read_variant,
     require_pipeline,
     tiny_path,
     transformer_path,
-    variant_hint,
 )
 from retouch.registry import load_attribute, load_named
 

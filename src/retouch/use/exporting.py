@@ -80,7 +80,7 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool, tr
 
 
 def _about(run: Mapping[str, Any], checkpoint: Path, *, raw: bool) -> About:
-    """What the exported files say of the run.
+    """Facts of the run for the metadata of exported files.
 
     Args:
         raw: raw weights of a checkpoint that has EMA weights too.
