@@ -297,6 +297,25 @@ def test_nothing_is_left_out_in_silence(
             )
 
 
+def test_a_converter_that_drops_tensors_is_noticed_without_its_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rows that the updates of the file and of the result change."""
+    save_file(kohya_of_flux(), tmp_path / "kohya.safetensors")
+    dropped, whole = "lora_unet_double_blocks_0_txt_attn_proj", FluxFillPipeline.lora_state_dict
+
+    def silent(tensors: dict[str, Tensor]) -> Any:
+        rest = {key: tensor for key, tensor in tensors.items() if not key.startswith(dropped)}
+        return whole(rest) if rest else {}
+
+    monkeypatch.setattr(FluxFillPipeline, "lora_state_dict", silent)
+    width = network().config.attention_head_dim * network().config.num_attention_heads
+    with pytest.raises(
+        ConfigError, match=rf"as a whole: {dropped} and perhaps more \({width} rows of updates\) have no"
+    ):
+        begun(tmp_path / "kohya.safetensors", alpha=RANK)
+
+
 def layer_b(made: Any, module: str) -> Tensor:
     return made.get_parameter(f"{module}.lora_B.default.weight")
 
