@@ -52,7 +52,8 @@ def test_the_ten_lines_of_the_documentation(
     assert np.array_equal(pixels(Image.open("open.png")), pixels(first))
     assert names["result"]["images"] == 2
     assert list(names["result"]["means"]) == ["base", "after RL"]
-    assert capsys.readouterr().out.splitlines()[-1] == f"{run.path}/exports/step-000004-safetensors/model.safetensors"
+    exported = run.path / "exports/step-000004-safetensors/t-step-000004.safetensors"
+    assert capsys.readouterr().out.splitlines()[-1] == str(exported)
     assert run.report() == run.path / "report.html"
 
 

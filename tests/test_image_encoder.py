@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,24 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, T5Config, T5EncoderModel
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+    T5Config,
+    T5EncoderModel,
+)
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from retouch.config import ConfigError
+from retouch.doctor.networks import meta_encoder
+from retouch.families import FAMILIES
+from retouch.families.embeddings import identity
 from retouch.families.tiny import tiny_image_encoder
-from retouch.image_encoder import TINY, ImageEncoder, pad_to_square
+from retouch.image_encoder import TINY, ImageEncoder, changed_normalization, pad_to_square
 from retouch.rewards.scorers.style import StyleReward
 
 
@@ -77,6 +91,91 @@ def test_clip_gives_its_projected_vector(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = clip(pixel_values=encoder.pixels(picture(9, 5))[None]).image_embeds[0]
     torch.testing.assert_close(encoder([picture(9, 5)])[0], expected)
+
+
+def clip_folder(folder: Path, width: int = 12, **options: Any) -> Path:
+    """A whole CLIP as it is released: the width of its vectors in the config of the whole."""
+    tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**tower, "vocab_size": 8, "max_position_embeddings": 4, "eos_token_id": 7, "bos_token_id": 6}
+    vision = {**tower, "image_size": 32, "patch_size": 16, **options}
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=width)
+    torch.manual_seed(0)
+    CLIPModel(config).save_pretrained(folder)
+    return folder
+
+
+def without_config(folder: Path) -> None:
+    """Like the encoders of released IP-Adapters."""
+
+
+def of_transformers_5(folder: Path) -> None:
+    """The options of the image processor are nested."""
+    CLIPImageProcessorPil().save_pretrained(folder)
+    options = json.loads((folder / "preprocessor_config.json").read_text("utf-8"))
+    (folder / "preprocessor_config.json").unlink()
+    nested = {"image_processor": options, "processor_class": "CLIPProcessor"}
+    (folder / "processor_config.json").write_text(json.dumps(nested), encoding="utf-8")
+
+
+def of_transformers_4(folder: Path) -> None:
+    CLIPImageProcessorPil().save_pretrained(folder)
+
+
+@pytest.mark.parametrize("config", [without_config, of_transformers_5, of_transformers_4])
+@pytest.mark.parametrize("kind", ["clip", "clip_vision_model"])
+def test_a_clip_is_normalized_as_it_was_trained(tmp_path: Path, config: Callable[[Path], None], kind: str) -> None:
+    """Whatever its folder says it in; its vectors are those of transformers' own processor and model."""
+    folder = clip_folder(tmp_path / "clip")
+    if kind == "clip_vision_model":
+        nested: Any = CLIPVisionConfig.from_pretrained(folder)
+        nested.projection_dim = 12
+        CLIPVisionModelWithProjection.from_pretrained(folder, config=nested).save_pretrained(tmp_path / "vision")
+        folder = tmp_path / "vision"
+    config(folder)
+    encoder = ImageEncoder.load(str(folder))
+    square = picture(32, 32)
+    pixels = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=32)(square, return_tensors="pt").pixel_values
+    torch.testing.assert_close(encoder.pixels(square)[None], pixels, atol=1e-5, rtol=0)
+    with torch.no_grad():
+        expected = encoder.model(pixel_values=pixels).image_embeds
+    torch.testing.assert_close(encoder([square]), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_siglip_without_a_config_of_its_processor_keeps_its_own(tmp_path: Path) -> None:
+    tiny_image_encoder().save_pretrained(tmp_path)
+    assert float(ImageEncoder.load(str(tmp_path)).pixels(Image.new("RGB", (4, 4), "white")).max()) == 1.0
+
+
+@pytest.mark.parametrize("nested", [None, 512])
+def test_the_width_of_a_clip_is_that_of_the_whole(tmp_path: Path, nested: int | None) -> None:
+    """Released ones have no width in the nested config, which then says 512."""
+    folder = clip_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["vision_config"].pop("projection_dim")
+    config["vision_config"] |= {} if nested is None else {"projection_dim": nested}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    encoder = ImageEncoder.load(str(folder))
+    assert encoder.width == 12 and encoder([picture(8, 8)]).shape == (1, 12)
+    assert meta_encoder(folder)[1] == 12
+    with torch.no_grad():
+        whole: Any = CLIPModel.from_pretrained(folder)
+        expected = whole.get_image_features(pixel_values=encoder.pixels(picture(8, 8))[None])
+    expected = getattr(expected, "pooler_output", expected)
+    torch.testing.assert_close(encoder([picture(8, 8)]), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_vectors_of_the_older_normalization_have_another_key(tmp_path: Path) -> None:
+    """Of a cache: with the .5 of SigLIP instead of CLIP's. Those that did not change keep theirs."""
+    folder = clip_folder(tmp_path / "clip")
+    train = {"kind": "ip_adapter", "image_encoder": str(folder)}
+    model = FAMILIES["sd_inpaint"].model_validate({"path": "tiny", "train": train})
+    made = identity(model)["image_encoder_normalization"]
+    assert made == [list(OPENAI_CLIP_MEAN), list(OPENAI_CLIP_STD)]
+    of_transformers_4(folder)
+    assert "image_encoder_normalization" not in identity(model)
+    (tmp_path / "siglip").mkdir()
+    tiny_image_encoder().save_pretrained(tmp_path / "siglip")
+    assert changed_normalization(tmp_path / "siglip") is None and changed_normalization(TINY) is None
 
 
 def test_encoders_that_cannot_be_used(tmp_path: Path) -> None:

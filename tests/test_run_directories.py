@@ -429,7 +429,11 @@ def test_an_export_imports_the_plug_ins_of_the_users_own_run_for_its_family(copi
     (folder / "state.json").write_text(json.dumps({**state, "config": text}), encoding="utf-8")
     declare_complete(folder, 4, pinned=True)
     command = [sys.executable, "-m", "retouch", "export", str(copied.path), "--to", "diffusers-lora"]
-    assert "given 'theirs'" in forked.run(command, cwd=tmp_path).stderr and not marker.exists()
+    refused = forked.run(command, cwd=tmp_path).stderr
+    assert "given 'theirs'" in refused and not marker.exists()
+    assert "the run names plug-ins (['family_of_the_user']): add --trust (Python: trust=True)" in refused
+    assert "given 'theirs'" in forked.run([*command, "--trust"], cwd=tmp_path).stderr and marker.exists()
+    marker.unlink()
     consent(copied.path, text.encode(), parse_run(copied.config))
     assert "given 'theirs'" in forked.run(command, cwd=tmp_path).stderr and marker.exists()  # it registers none
 

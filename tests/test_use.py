@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image, ImageOps
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from retouch.config import ConfigError, RunConfig, load_run
@@ -713,7 +714,7 @@ def test_an_export_goes_to_the_run_unless_it_is_told_where(
     )
     alone = shutil.copytree(newest, tmp_path / "alone")
     monkeypatch.chdir(alone)
-    assert retouch("export", ".", "--to", "safetensors").out == f"{tmp_path}/alone-safetensors/model.safetensors\n"
+    assert retouch("export", ".", "--to", "safetensors").out == f"{tmp_path}/alone-safetensors/lora-alone.safetensors\n"
     assert [p.relative_to(alone) for p in sorted(alone.rglob("*"))] == [p.relative_to(newest) for p in files]
     assert sorted(newest.rglob("*")) == files
     shutil.rmtree(run / "checkpoints")
@@ -731,8 +732,14 @@ def test_a_format_of_style_adapters_for_a_lora_names_the_formats_of_loras(finish
 def test_a_lora_is_exported_to_comfyui(finished: Finished, tmp_path: Path) -> None:
     outcome = retouch("export", finished("lora"), "--to", "comfyui", "--out", tmp_path / "x")
     assert outcome.code == 0, outcome.err
-    assert outcome.out.strip() == str(tmp_path / "x" / "comfyui_lora.safetensors")
-    assert "transformer.transformer_blocks.0.attn.to_q.alpha" in load_file(tmp_path / "x/comfyui_lora.safetensors")
+    file = tmp_path / "x" / "lora-step-000004.safetensors"
+    assert outcome.out.strip() == str(file)
+    assert "transformer.transformer_blocks.0.attn.to_q.alpha" in load_file(file)
+    with safe_open(file, "pt") as opened:
+        about = opened.metadata()
+    assert about["modelspec.title"] == "lora-step-000004" and about["ss_network_dim"] == "4"
+    assert about["modelspec.trigger_phrase"] == "The text is '{text}'."
+    assert about["modelspec.description"] == "grpo with retouch, step-000004, on tiny"
 
 
 def test_a_picture_of_no_numbers_is_not_written_as_a_black_one(
@@ -800,7 +807,7 @@ def test_an_export_appears_whole_or_not_at_all(
 ) -> None:
     """A kill, or an error, between two files leaves nothing that looks like an export."""
 
-    def cut_off(base: Any, weights: Path, to: str, out: Path) -> Path:
+    def cut_off(model: Any, weights: Path, to: str, out: Path, about: Any) -> Path:
         out.mkdir(parents=True)
         (out / "model.safetensors").write_bytes(b"half")
         assert not (tmp_path / "out").exists()
@@ -813,13 +820,13 @@ def test_an_export_appears_whole_or_not_at_all(
     assert not list(tmp_path.iterdir())
     (tmp_path / "out").mkdir()
     assert retouch(*arguments).code == 0
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "model.safetensors"]
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "lora-step-000004.safetensors"]
 
 
 def test_two_exports_into_one_folder(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The later one reports the other."""
 
-    def late(base: Any, weights: Path, to: str, out: Path) -> Path:
+    def late(model: Any, weights: Path, to: str, out: Path, about: Any) -> Path:
         out.mkdir(parents=True)
         (out / "model.safetensors").write_bytes(b"later")
         (tmp_path / "out").mkdir()

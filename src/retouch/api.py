@@ -235,7 +235,8 @@ class Run:
             CheckpointError: weights that are missing or damaged.
         """
         raw = self.config.evaluation.weights == "raw" if self._raw is None else self._raw
-        return export_weights(self._checkpoint or self.path, to, None if out is None else Path(out), raw=raw)
+        folder = None if out is None else Path(out)
+        return export_weights(self._checkpoint or self.path, to, folder, raw=raw, trust=self._trust)
 
     def report(self) -> Path:
         """Write RUN/report.html, one file that needs no network -> its path."""

@@ -14,13 +14,16 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from retouch.config.errors import ConfigError
 
 Kind = Literal["models", "datasets"]
+
+Loaded = TypeVar("Loaded")
 
 ANSWER_S = 10.0
 """Seconds that the hub may take to answer, unless HF_HUB_ETAG_TIMEOUT is set: huggingface_hub's name and default."""
@@ -58,6 +61,30 @@ def require_hub(key: str, path: str, kind: Kind = "models") -> None:
             f"{key}: given {path!r}; no such folder, and the hub cannot be reached ({problem}); set {key} to a local "
             "folder, or give this machine access to the hub"
         )
+
+
+def read_variant(read: Callable[..., Loaded], path: str, subfolder: str | None, variant: str | None) -> Loaded:
+    """`read` with the weight files of a variant (`model.weights_variant`) where a part has them, else with the plain
+    ones."""
+    folder = Path(path) / (subfolder or "")
+    is_here = Path(path).is_dir()
+    if variant is None or (is_here and not any(folder.glob(f"*.{variant}[.-]*"))):
+        return read()
+    try:
+        return read(variant=variant)
+    except OSError:
+        if is_here:
+            raise
+        return read()  # a part of a hub id without such files
+
+
+def variant_hint(path: str, subfolder: str | None) -> str:
+    """The remedy where a local folder has the weights of a variant alone; "" elsewhere."""
+    names = [file.name for file in (Path(path) / (subfolder or "")).glob("*.safetensors")]
+    found = [re.fullmatch(r"\w+\.(\w+)(-\d+-of-\d+)?\.safetensors", name) for name in names]
+    if not names or not all(found) or found[0] is None:
+        return ""
+    return f"; its weights are of a variant: set model.weights_variant={found[0][1]}"
 
 
 @dataclass

@@ -7,8 +7,8 @@ frozen part of its condition. The trained part (the projection into tokens) runs
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, CLIPVisionModelWithProjection, SiglipVisionModel
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.utils.hub import cached_file
 
+from retouch import plain_json
 from retouch.config.errors import ConfigError
 from retouch.errors import why_unreadable
-from retouch.hub import require_hub
+from retouch.hub import read_variant, require_hub, variant_hint
 from retouch.lru import LruCache
 
 TINY = Path(__file__).parent / "tiny" / "bases" / "image_encoder"
@@ -34,6 +36,23 @@ KINDS: dict[str, tuple[Any, str]] = {
     "clip_vision_model": (CLIPVisionModelWithProjection, "image_embeds"),
 }
 """`model_type` of a config.json -> class, and which of its outputs is the vector."""
+
+Normalization = tuple[list[float], list[float]]
+"""Mean and standard deviation of the channels."""
+
+HALF: Normalization = ([0.5] * 3, [0.5] * 3)
+_NORMALIZATION: dict[str, Normalization] = {
+    "pooler_output": HALF,
+    "image_embeds": (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
+}
+"""Output that is the vector -> what the models with this output were trained with. Folders without a config of an image
+processor, like the encoders of released IP-Adapters, have it too."""
+
+OLDER = "preprocessor_config.json"
+"""The file that image processors were written to before transformers 5."""
+
+_NAMES = ("image_mean", "image_std")
+"""Mean and standard deviation in such a file."""
 
 CACHE_SIZE = 4096
 """Vectors kept; 4.5 KiB each for SigLIP so400m."""
@@ -74,12 +93,14 @@ class ImageEncoder:
         dtype: torch.dtype = torch.float32,
         where: str = "model.train.image_encoder",
         *,
+        variant: str | None = None,
         resident: bool = False,
     ) -> ImageEncoder:
         """A hub id or folder of a SigLIP or CLIP; "tiny" is the one of the package.
 
         Args:
             where: the option that named it, for messages.
+            variant: of its weight files, `model.weights_variant`.
             resident: see the class.
 
         Raises:
@@ -89,19 +110,20 @@ class ImageEncoder:
         require_hub(where, path)
         where = f"{where}: given {path!r}"
         try:
-            kind = AutoConfig.from_pretrained(path).model_type
-            if kind not in KINDS:
-                raise ConfigError(f"{where}, a {kind} model; give a SigLIP or a CLIP, by hub id or folder")
-            network, output = KINDS[kind]
-            model, info = network.from_pretrained(path, dtype=dtype, output_loading_info=True)
-            options = _preprocessor(path)
+            whole = AutoConfig.from_pretrained(path)
+            if whole.model_type not in KINDS:
+                raise ConfigError(f"{where}, a {whole.model_type} model; give a SigLIP or a CLIP, by hub id or folder")
+            network, output = KINDS[whole.model_type]
+            config = vision_config(whole)
+            read = partial(network.from_pretrained, path, config=config, dtype=dtype, output_loading_info=True)
+            model, info = read_variant(read, path, None, variant)
+            mean, std = normalization(path, output)
         except Exception as error:
             if (problem := why_unreadable(error)) is None:
                 raise
-            raise ConfigError(f"{where}, which cannot be loaded: {problem}") from None
+            raise ConfigError(f"{where}, which cannot be loaded: {problem}{variant_hint(path, None)}") from None
         if info["missing_keys"]:  # transformers initializes them at random without an error
             raise ConfigError(f"{where}: {len(info['missing_keys'])} weights are missing; copy it anew")
-        mean, std = (options.get(name, (0.5,) * 3) for name in ("image_mean", "image_std"))
         return cls(model, output, mean, std, resident=resident)
 
     def to(self, device: torch.device | str) -> None:
@@ -141,10 +163,46 @@ def pad_to_square(image: Image.Image) -> Image.Image:
     return square
 
 
-def _preprocessor(path: str) -> dict[str, Any]:
-    """The options of a model's image processor; {} where it has none."""
-    file = cached_file(path, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
-    return {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+def vision_config(config: Any) -> Any:
+    """The config of the image encoder in that of a whole SigLIP or CLIP, or itself. The width of a CLIP's vectors is in
+    the config of the whole; the nested one may have none, which is read as 512."""
+    nested = getattr(config, "vision_config", config)
+    if nested is not config and getattr(config, "projection_dim", None) is not None:
+        nested.projection_dim = config.projection_dim
+    return nested
+
+
+def normalization(path: str, output: str) -> Normalization:
+    """The normalization of a model's image processor: in `processor_config.json`, where transformers 5 writes it, or in
+    `preprocessor_config.json`; without either, that of its kind.
+
+    Raises:
+        ValueError: a file that is no JSON object.
+    """
+    options = _options(path, "processor_config.json").get("image_processor") or _options(path, OLDER)
+    mean, std = (options.get(name, default) for name, default in zip(_NAMES, _NORMALIZATION[output], strict=True))
+    return mean, std
+
+
+def changed_normalization(folder: Path) -> Normalization | None:
+    """`normalization` of a folder where versions before it was read so had another one; None where it is the same, or
+    the folder is of no image encoder."""
+    try:
+        _, output = KINDS[plain_json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]]
+        options, now = _options(str(folder), OLDER), normalization(str(folder), output)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    then = tuple(options.get(name, default) for name, default in zip(_NAMES, HALF, strict=True))
+    return None if now == then else now
+
+
+def _options(path: str, name: str) -> dict[str, Any]:
+    """The options in a file of a model; {} without it."""
+    file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    found: Any = {} if file is None else plain_json.loads(Path(file).read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} holds no JSON object")
+    return found  # pyright: ignore[reportUnknownVariableType]
 
 
 def picture_key(image: Image.Image) -> str:

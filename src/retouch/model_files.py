@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,6 +13,10 @@ from retouch.hub import looks_local
 
 if TYPE_CHECKING:
     from retouch.families.base import OtherTransformer
+
+
+INDEX = "model_index.json"
+"""The file of a pipeline folder that names its class and its parts."""
 
 
 def component_path(path: str, family: str) -> str:
@@ -26,10 +31,8 @@ def component_path(path: str, family: str) -> str:
         return str(tiny_path(family))
     folder = Path(path).expanduser()
     if folder.is_dir():
-        if not (folder / "model_index.json").is_file():
-            raise ModelFilesError(
-                f"model.path: {folder} has no model_index.json; give the top folder of a diffusers model"
-            )
+        if not (folder / INDEX).is_file():
+            raise ModelFilesError(f"model.path: {folder} has no {INDEX}; give the top folder of a diffusers model")
         return str(folder)
     if looks_local(path):
         raise ModelFilesError(f"model.path: {path}: no such folder; give a folder in the diffusers layout or a hub id")
@@ -61,7 +64,7 @@ def require_pipeline(path: str, expected: str) -> None:
     Raises:
         ModelFilesError: its model_index.json names another pipeline class than `expected`.
     """
-    index = Path(path) / "model_index.json"
+    index = Path(path) / INDEX
     if not index.is_file():  # a hub id: its components are checked as they load
         return
     found = _index(index).get("_class_name", expected)
@@ -77,7 +80,34 @@ def has_component(folder: Path, name: str) -> bool:
     Raises:
         ModelFilesError: a damaged model_index.json.
     """
-    return (_index(folder / "model_index.json").get(name) or [None])[0] is not None
+    return name in components(folder)
+
+
+def components(folder: Path) -> list[str]:
+    """Names of the parts of a model folder that its model_index.json names a class for.
+
+    Raises:
+        ModelFilesError: a damaged model_index.json.
+    """
+    entries = _index(folder / INDEX).items()
+    return [name for name, entry in entries if isinstance(entry, list) and entry and isinstance(entry[0], str)]
+
+
+UNSUPPORTED = (
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "invert_sigmas",
+    "stochastic_sampling",
+)
+"""Options of a flow scheduler with which its pipeline samples at other noise levels, or with noise of its own."""
+
+
+def schedule_problem(config: Mapping[str, Any]) -> str | None:
+    """Why a flow model with this config of a scheduler cannot be sampled as its pipeline does; None where it can."""
+    if name := next((name for name in UNSUPPORTED if config.get(name)), None):
+        return f"scheduler/scheduler_config.json has {name}, which is not supported; set {name} to false there"
+    return None
 
 
 def _index(file: Path) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 import retouch.adapters
+from retouch.adapters.about import About
 from retouch.adapters.comfyui import node_weight, same_in_node
-from retouch.adapters.export import Base, export
+from retouch.adapters.export import export
 from retouch.adapters.formats import AdapterFile, AdapterFileError, folded, read_adapter, write_safetensors
 from retouch.adapters.ip_adapter import new_adapter
 from retouch.adapters.train_ip_adapter import train_ip_adapter
@@ -82,7 +83,7 @@ def node(monkeypatch: pytest.MonkeyPatch, path: Path, weight: float) -> Tensor:
 
 
 def exported(folder: Path) -> Path:
-    return export(Base("", "transformer", "ip_adapter", torch.float32), folder, "comfyui", folder / "out")
+    return export(FluxFillModel(train=TrainIpAdapter()), folder, "comfyui", folder / "out", About("run-step-000004"))
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

@@ -143,9 +143,10 @@ def test_raw_and_averaged_weights_are_different_exports(drawn: Drawn) -> None:
 def test_one_file_holds_the_trained_tensors(finished: Callable[[str], Path], tmp_path: Path, raw: bool) -> None:
     folder = checkpoint(finished("full"))
     outcome = retouch("export", folder, "--to", "safetensors", "--out", tmp_path / "out", *(["--raw"] if raw else []))
-    assert outcome.out.strip() == str(tmp_path / "out" / "model.safetensors")
+    file = tmp_path / "out" / f"full-step-000004{'-raw' if raw else ''}.safetensors"
+    assert outcome.out.strip() == str(file)
     expected = load_file(folder / ("weights" if raw else "ema") / "diffusion_pytorch_model.safetensors")
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    found = load_file(file)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], t) for name, t in expected.items())
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import FluxFillPipeline, FluxTransformer2DModel
+from diffusers.utils import logging as library
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -17,16 +19,19 @@ from torch import Tensor
 
 from retouch.adapters.comfyui import comfyui_tensors
 from retouch.adapters.initial_lora import initial_lora, lora_file
-from retouch.adapters.lora import FILE, add_lora, folded_lora, is_update
+from retouch.adapters.lora import FILE, adapted_modules, add_lora, folded_lora, is_update
 from retouch.adapters.trainee import LoraWeights, make_trainable
+from retouch.adapters.unet_names import original_names
 from retouch.complete import record_files
 from retouch.config import ConfigError
 from retouch.engine import Policy
 from retouch.families import FAMILIES
 from retouch.families.base import TrainLora
+from retouch.families.meta import released_networks
 from retouch.families.tiny import tiny_pipeline
 
 from .test_lora import drawn, network, velocity
+from .test_lora_elsewhere import unet_module, unet_places
 
 RANK, ALPHA = 3, 5.0
 SPEC = FAMILIES["flux_fill"].spec
@@ -147,6 +152,168 @@ def test_a_file_of_kohya_with_names_of_the_original_network(tmp_path: Path) -> N
     update = layer.lora_B.default.weight @ layer.lora_A.default.weight
     torch.testing.assert_close(update, whole.chunk(3)[1], atol=1e-5, rtol=1e-5)
     assert not layer_b(found, "transformer_blocks.1.attn.to_k").any(), "modules that the file leaves out are a no-op"
+
+
+# --- names of other networks, by diffusers' own reading of the same file ---
+
+
+def updates(network: Any) -> dict[str, Tensor]:
+    """Module -> the update of its weight, of a network with one LoRA."""
+    layers = {name: m for name, m in network.named_modules() if hasattr(m, "get_delta_weight")}
+    return {name: m.get_delta_weight(next(iter(m.lora_A))).detach() for name, m in layers.items()}
+
+
+def same_updates(family: str, file: Path, alpha: float, targets: list[str]) -> int:
+    """Compare training from a file with diffusers' pipeline that loads it -> number of adapted modules."""
+    spec, pipeline = FAMILIES[family].spec, tiny_pipeline(family, seed=3)
+    made = getattr(tiny_pipeline(family, seed=3), spec.network_name)
+    train = TrainLora(rank=RANK, alpha=alpha, targets=targets, initial_adapter=str(file))
+    make_trainable(made, train, spec)
+    pipeline.load_lora_weights(load_file(file))
+    expected = updates(getattr(pipeline, spec.network_name))
+    found = {name: update for name, update in updates(made).items() if bool(update.any())}
+    assert expected and found.keys() == expected.keys()
+    for name, update in expected.items():
+        torch.testing.assert_close(found[name], update, atol=1e-6, rtol=1e-5, msg=name)
+    return len(expected)
+
+
+UNETS = ("sd_inpaint", "sdxl_inpaint")
+IN_BLOCKS = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "net.0.proj", "net.2",
+             "conv1", "conv2", "time_emb_proj", "conv_shortcut", "conv"]  # fmt: skip
+
+
+def kohya_of_unet(family: str, alpha: float, dotted: bool = False) -> dict[str, Tensor]:
+    """Every layer of the blocks by its name in the original network, which sd-scripts trains for SDXL."""
+    unet, draw = tiny_pipeline(family, seed=3).unet, torch.Generator().manual_seed(1)
+    places, tensors = unet_places(unet.config), dict[str, Tensor]()
+    for module in adapted_modules(unet, IN_BLOCKS):
+        weight, name = unet.get_submodule(module).weight, unet_module(places, module)
+        stem = f"diffusion_model.{name}" if dotted else f"lora_unet_{name.replace('.', '_')}"
+        ones = [1] * (weight.ndim - 2)
+        tensors[f"{stem}.lora_down.weight"] = torch.randn(RANK, *weight.shape[1:], generator=draw)
+        tensors[f"{stem}.lora_up.weight"] = torch.randn(weight.shape[0], RANK, *ones, generator=draw)
+        tensors[f"{stem}.alpha"] = torch.tensor(alpha)
+    return tensors
+
+
+def test_a_file_of_kohya_for_sdxl(tmp_path: Path) -> None:
+    """Names of the original U-Net, alpha in its own tensors; which diffusers returns apart from the factors."""
+    tensors = kohya_of_unet("sdxl_inpaint", 5.0)
+    assert any(key.startswith("lora_unet_input_blocks_") for key in tensors)
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    assert same_updates("sdxl_inpaint", tmp_path / "kohya.safetensors", 5.0, IN_BLOCKS) == len(tensors) // 3
+    with pytest.raises(ConfigError, match=r"has rank 3 and alpha 5; set model\.train\.rank=3 model\.train\.alpha=5"):
+        same_updates("sdxl_inpaint", tmp_path / "kohya.safetensors", 3.0, IN_BLOCKS)
+
+
+@pytest.mark.parametrize("family", UNETS)
+@pytest.mark.parametrize("dotted", [True, False])
+def test_names_of_the_original_unet_with_and_without_dots(family: str, dotted: bool, tmp_path: Path) -> None:
+    tensors = kohya_of_unet(family, 5.0, dotted)
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    spec, unet = FAMILIES[family].spec, tiny_pipeline(family, seed=3).unet
+    train = TrainLora(rank=RANK, alpha=5, targets=IN_BLOCKS, initial_adapter=str(tmp_path / "kohya.safetensors"))
+    found, places = initial_lora(unet, train, spec), unet_places(unet.config)
+    assert len(found) == len(tensors) // 3 * 2
+    for name, factor in found.items():
+        module, _, part = name.partition(".lora_")
+        place = unet_module(places, module)
+        stem = f"diffusion_model.{place}" if dotted else f"lora_unet_{place.replace('.', '_')}"
+        assert torch.equal(factor, tensors[f"{stem}.lora_{'down' if part.startswith('A') else 'up'}.weight"])
+
+
+@pytest.mark.parametrize("family", UNETS)
+def test_every_layer_of_a_released_unet_has_its_original_name(family: str) -> None:
+    """Those of the blocks, and those around them; no two the same."""
+    with torch.device("meta"):
+        unet = released_networks(FAMILIES[family].spec)["unet"]
+    layers = [name for name, module in unet.named_modules() if hasattr(module, "weight")]
+    found, places = original_names([name for name, _ in unet.named_modules()]), unet_places(unet.config)
+    back = {module: name for name, module in found.items()}
+    known = {"add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2"}
+    assert {layer: back[layer] for layer in layers} == {
+        layer: known.get(layer) or unet_module(places, layer) for layer in layers
+    }
+    assert not original_names(["transformer_blocks.0.attn.to_q"])
+
+
+def xlabs_of_flux() -> dict[str, Tensor]:
+    """XLabs' names of attention processors: q, k and v are one weight, and there is no alpha."""
+    draw, config = torch.Generator().manual_seed(1), network().config
+    width = config.attention_head_dim * config.num_attention_heads
+    tensors: dict[str, Tensor] = {}
+    for block in range(config.num_layers):
+        for name, rows in {"qkv_lora1": 3, "qkv_lora2": 3, "proj_lora1": 1, "proj_lora2": 1}.items():
+            stem = f"double_blocks.{block}.processor.{name}"
+            tensors[f"{stem}.down.weight"] = torch.randn(RANK, width, generator=draw)
+            tensors[f"{stem}.up.weight"] = torch.randn(rows * width, RANK, generator=draw)
+    return tensors
+
+
+def test_a_file_of_xlabs(tmp_path: Path) -> None:
+    save_file(xlabs_of_flux(), tmp_path / "xlabs.safetensors")
+    count = same_updates("flux_fill", tmp_path / "xlabs.safetensors", RANK, list(SPEC.lora_targets))
+    assert count == network().config.num_layers * 8
+
+
+@pytest.fixture
+def quiet_diffusers() -> Iterator[None]:
+    """As with DIFFUSERS_VERBOSITY=error, which also hides the warnings of what a converter drops."""
+    level = library.get_verbosity()
+    library.set_verbosity_error()
+    yield
+    library.set_verbosity(level)
+
+
+def plus(tensors: dict[str, Tensor], stem: str, down: str = "lora_down", up: str = "lora_up") -> dict[str, Tensor]:
+    return {**tensors, f"{stem}.{down}.weight": torch.ones(RANK, 8), f"{stem}.{up}.weight": torch.ones(8, RANK)}
+
+
+@pytest.mark.parametrize(
+    ("family", "tensors", "message"),
+    [
+        ("flux_fill", plus(kohya_of_flux(), "lora_unet_not_of_flux"), "not_of_flux"),
+        ("flux_fill", plus(kohya_of_flux(), "lora_unet_double_blocks_99_img_attn_proj"), "double_blocks_99|blocks.99"),
+        ("flux_fill", plus(xlabs_of_flux(), "other.processor.proj_lora1", "down", "up"), "other"),
+        ("sdxl_inpaint", plus(kohya_of_unet("sdxl_inpaint", 5.0), "lora_unet_input_blocks_99_1_proj_in"), "blocks_99"),
+        ("sdxl_inpaint", plus(kohya_of_unet("sdxl_inpaint", 5.0), "lora_te1_text_model_encoder_layers_0_mlp_fc1"),
+         r"lora_te1_text_model_encoder_layers_0_mlp_fc1\.lora_down\.weight, which is of a text encoder"),
+        ("flux_fill", plus(kohya_of_flux(), "lora_te1_text_model_encoder_layers_0_mlp_fc1"), "is of a text encoder"),
+        ("flux_fill", plus({}, "text_encoder_2.encoder.block.0.q", "lora_A", "lora_B"), "is of a text encoder"),
+    ],
+)  # fmt: skip
+def test_nothing_is_left_out_in_silence(
+    family: str, tensors: dict[str, Tensor], message: str, tmp_path: Path, quiet_diffusers: None
+) -> None:
+    """The refusal names a key of what has no place."""
+    save_file({key: t.clone() for key, t in tensors.items()}, tmp_path / "more.safetensors")
+    spec = FAMILIES[family].spec
+    bare = getattr(tiny_pipeline(family, seed=3), spec.network_name)
+    for alpha in (RANK, 5):  # factors that diffusers converts have alpha multiplied in
+        with pytest.raises(ConfigError, match=rf"model\.train\.initial_adapter: .*({message})"):
+            initial_lora(
+                bare, TrainLora(rank=RANK, alpha=alpha, initial_adapter=str(tmp_path / "more.safetensors")), spec
+            )
+
+
+def test_a_converter_that_drops_tensors_is_noticed_without_its_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rows that the updates of the file and of the result change."""
+    save_file(kohya_of_flux(), tmp_path / "kohya.safetensors")
+    dropped, whole = "lora_unet_double_blocks_0_txt_attn_proj", FluxFillPipeline.lora_state_dict
+
+    def silent(tensors: dict[str, Tensor]) -> Any:
+        rest = {key: tensor for key, tensor in tensors.items() if not key.startswith(dropped)}
+        return whole(rest) if rest else {}
+
+    monkeypatch.setattr(FluxFillPipeline, "lora_state_dict", silent)
+    width = network().config.attention_head_dim * network().config.num_attention_heads
+    with pytest.raises(
+        ConfigError, match=rf"as a whole: {dropped} and perhaps more \({width} rows of updates\) have no"
+    ):
+        begun(tmp_path / "kohya.safetensors", alpha=RANK)
 
 
 def layer_b(made: Any, module: str) -> Tensor:

@@ -6,6 +6,7 @@ each adapted weight of diffusers is a weight of the original network, or some ro
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from retouch.adapters.export import Base, export
-from retouch.adapters.lora import FILE, add_lora, lora_shape
+from retouch.adapters.about import About, base_name
+from retouch.adapters.export import export
+from retouch.adapters.lora import FILE, add_lora
 from retouch.adapters.trainee import LoraWeights
 from retouch.engine import Policy
+from retouch.families import FAMILIES
 from retouch.families.diffusion import pack
 from retouch.families.loading import family_class
 from retouch.families.meta import released_networks
@@ -41,8 +44,9 @@ from tests.selection import default
 RANK, ALPHA = 4, 6.0
 """Their ratio is no power of 2 and far from 1: a program that misses it applies 2/3 of the update."""
 
-FAMILIES = ["flux_fill", "sd_inpaint", "qwen_image"]
+ADAPTED = ["flux_fill", "sd_inpaint", "qwen_image"]
 SIZE, STEPS, SEED = (32, 64), 2, 11
+ABOUT = About("run-step-000004", "grpo with retouch, step-000004", "The text is '{text}'.")
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Adapted:
         return "unet" if self.family == "sd_inpaint" else "transformer"
 
     def export(self, to: str, out: Path) -> Path:
-        return export(Base("", self.name, "lora", torch.float32), self.weights, to, out)
+        return export(FAMILIES[self.family](), self.weights, to, out, ABOUT)
 
 
 def fresh(family: str) -> Any:
@@ -80,7 +84,7 @@ def fresh(family: str) -> Any:
     return with_point_posterior(made)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ADAPTED)
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     """LoRA on every linear and convolutional layer, so that every name is tried."""
     family, folder = request.param, tmp_path_factory.mktemp(request.param)
@@ -154,7 +158,7 @@ def test_diffusers_draws_the_same_image_whether_it_reads_the_metadata_or_not(ada
     expected, found = ours(adapted), {}
     for name, folder in folders.items():
         pipe = fresh(adapted.family)
-        pipe.load_lora_weights(str(folder), weight_name=FILE)
+        pipe.load_lora_weights(str(folder))
         found[name] = levels(called(adapted.family, pipe), expected)
     assert max(found["exported"], found["exported, stripped"], found["checkpoint"]) <= 1, found
     assert found["checkpoint, stripped"] > 1, found
@@ -163,13 +167,66 @@ def test_diffusers_draws_the_same_image_whether_it_reads_the_metadata_or_not(ada
 
 def test_the_metadata_of_an_exported_file_agrees_with_its_weights(adapted: Adapted, tmp_path: Path) -> None:
     exported = adapted.export("diffusers-lora", tmp_path / "exported")
-    assert lora_shape(exported.parent, adapted.name)[:2] == (RANK, float(RANK))
+    assert exported.name == "run-step-000004.safetensors"
+    with safe_open(exported, "pt") as opened:
+        about = opened.metadata()
+    adapter = json.loads(about["lora_adapter_metadata"])
+    assert (adapter[f"{adapted.name}.r"], adapter[f"{adapted.name}.lora_alpha"]) == (RANK, RANK)
     before, after = load_file(adapted.weights / FILE), load_file(exported)
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert torch.equal(after[key], tensor * (ALPHA / RANK) if ".lora_B." in key else tensor)
     one = load_file(adapted.export("safetensors", tmp_path / "one"))
     assert one.keys() == after.keys() and all(torch.equal(one[key], t) for key, t in after.items())
+
+
+ARCHITECTURES = {"flux_fill": "flux-1-dev/lora", "sd_inpaint": "stable-diffusion-v1-inpainting/lora",
+                 "qwen_image": "qwen-image/lora"}  # fmt: skip
+
+
+@pytest.mark.parametrize("to", ["diffusers-lora", "comfyui", "safetensors"])
+def test_a_file_says_what_it_is(adapted: Adapted, tmp_path: Path, to: str) -> None:
+    """By the keys that ComfyUI, Civitai and kohya's tools show: ModelSpec's, and those of sd-scripts."""
+    with safe_open(adapted.export(to, tmp_path / to), "pt") as opened:
+        found = opened.metadata()
+    expected = {
+        "format": "pt",
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": ARCHITECTURES[adapted.family],
+        "modelspec.title": "run-step-000004",
+        "modelspec.description": f"grpo with retouch, step-000004, on {FAMILIES[adapted.family]().path}",
+        "modelspec.trigger_phrase": "The text is '{text}'.",
+        "ss_output_name": "run-step-000004",
+        "ss_sd_model_name": FAMILIES[adapted.family]().path,
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": str(RANK),
+        "ss_network_alpha": str(RANK),
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert ("modelspec.prediction_type" in found) == (adapted.family == "sd_inpaint")
+
+
+def test_the_base_is_named_without_its_place_on_this_machine() -> None:
+    model = FAMILIES["qwen_image"].model_validate(
+        {
+            "path": "/home/somebody/models/Qwen-Image",
+            "distillation_lora": {"path": "owner/few", "weight_name": "few.st"},
+        }
+    )
+    assert base_name(model) == "Qwen-Image with few.st"
+    other = {"transformer": {"path": "/data/another"}}
+    assert base_name(FAMILIES["flux_fill"].model_validate(other)) == "another"
+    assert base_name(FAMILIES["flux_fill"]()) == FAMILIES["flux_fill"].spec.hub_ids[0]
+
+
+def test_a_name_that_diffusers_does_not_look_at_is_not_given(adapted: Adapted, tmp_path: Path) -> None:
+    """`load_lora_weights(folder)` skips files with these words in their names."""
+    model = FAMILIES[adapted.family]()
+    for name in ("my-checkpoint-run", "a-scheduler", "optimizer"):
+        path = export(model, adapted.weights, "diffusers-lora", tmp_path / name, About(name))
+        assert path.name == FILE
+        fresh(adapted.family).load_lora_weights(str(path.parent))
+    assert export(model, adapted.weights, "comfyui", tmp_path / "c", About("optimizer")).name == "optimizer.safetensors"
 
 
 # --- ComfyUI ---

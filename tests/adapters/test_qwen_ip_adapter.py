@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from retouch.adapters.export import Base, export
+from retouch.adapters.about import About
+from retouch.adapters.export import export
 from retouch.adapters.formats import write_safetensors
 from retouch.adapters.ip_adapter import new_adapter
 from retouch.config import ConfigError
 from retouch.families import FAMILIES
+from retouch.families.base import TrainIpAdapter
 from retouch.families.meta import released_networks
 from retouch.families.tiny import tiny_pipeline
 from tests.adapters.test_ip_adapter import dense, drawn
@@ -103,7 +105,13 @@ def test_comfyui_is_of_flux(tmp_path: Path) -> None:
     tensors = new_adapter(network(), "mlp", WIDTH, 128).tensors()
     write_safetensors(tmp_path / "ip-adapter.safetensors", tensors, {"family": "qwen_image"})
     with pytest.raises(ConfigError, match="reads adapters of FLUX; this one is of qwen_image; use --to ip-adapter"):
-        export(Base("", "transformer", "ip_adapter", torch.float32), tmp_path, "comfyui", tmp_path / "out")
+        export(
+            FAMILIES["qwen_image"](train=TrainIpAdapter()),
+            tmp_path,
+            "comfyui",
+            tmp_path / "out",
+            About("run-step-000004"),
+        )
     assert not (tmp_path / "out").exists()
 
 

@@ -13,14 +13,17 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor
 
 import retouch.adapters
-from retouch.adapters.export import Base, export
+from retouch.adapters.about import About
+from retouch.adapters.export import export
 from retouch.adapters.formats import AdapterFile, folded, read_adapter, write_bin, write_safetensors
 from retouch.adapters.ip_adapter import new_adapter
 from retouch.config import ConfigError
 from retouch.families import FAMILIES
+from retouch.families.base import TrainIpAdapter
 from retouch.families.loading import tiny_path
 from retouch.families.meta import released_networks
 from retouch.families.sd_inpaint.model import SdInpaint
+from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.families.tiny import tiny_pipeline
 from retouch.image_encoder import ImageEncoder
 from retouch.rollout.plan import ode_plan
@@ -91,8 +94,13 @@ def test_diffusers_own_loader_draws_the_same_image(
 ) -> None:
     """Of the exported file, and of the checkpoint's .bin, which are at scale 1; both against `predict`, and against
     `attach`."""
-    base = Base("", "unet", "ip_adapter", torch.float32)
-    exported = export(base, path.parent, "diffusers-ip-adapter", tmp_path / "out")
+    exported = export(
+        SdInpaintModel(train=TrainIpAdapter()),
+        path.parent,
+        "diffusers-ip-adapter",
+        tmp_path / "out",
+        About("run-step-000004"),
+    )
     file = exported if end == "safetensors" else path.with_suffix(".bin")
     encoder = ImageEncoder.load("tiny")
     reference, plain = picture(30, 12), random_example(0, 32, 64)
@@ -183,4 +191,10 @@ def test_another_number_of_tokens_is_not_exported_to_diffusers(tmp_path: Path) -
     write_safetensors(tmp_path / "ip-adapter.safetensors", tensors, {})
     assert read_adapter(tmp_path).shape.tokens == 5
     with pytest.raises(ConfigError, match="which reads 4 tokens; this adapter has 5"):
-        export(Base("", "unet", "ip_adapter", torch.float32), tmp_path, "diffusers-ip-adapter", tmp_path / "out")
+        export(
+            SdInpaintModel(train=TrainIpAdapter()),
+            tmp_path,
+            "diffusers-ip-adapter",
+            tmp_path / "out",
+            About("run-step-000004"),
+        )

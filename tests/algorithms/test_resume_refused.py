@@ -21,6 +21,7 @@ from retouch.config import RunConfig, parse_run
 from retouch.data.dataset import load_dataset
 from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
+from retouch.families.embeddings import base_files
 from retouch.families.loading import tiny_path
 from retouch.training.experience import (
     Experience,
@@ -285,6 +286,31 @@ def test_a_model_that_is_not_here_is_known_by_its_path(written: Path, tmp_path: 
         may_go_on(tmp_path, state, parse_run(run), {})
     del state["base"]  # an older checkpoint
     may_go_on(tmp_path, state, parse_run(run), {})
+
+
+def test_an_epoch_on_another_few_step_lora_is_refused(written: Path, tmp_path: Path) -> None:
+    """By its content under the same path; an older checkpoint did not record it."""
+    run = yaml.safe_load((written.parent / "runs" / "t" / "config.yaml").read_text(encoding="utf-8"))
+    lora = tmp_path / "lora"
+    lora.mkdir()
+    file = lora / "few.safetensors"
+    named = {"path": str(lora), "weight_name": "few.safetensors"}
+    run["model"] = {"family": "qwen_image", "path": "some/model", "distillation_lora": named}
+    config = parse_run(run)
+    save_file({"a": torch.ones(3)}, file)
+    then = base_files(config.model)
+    state: dict[str, Any] = {"config": yaml.safe_dump(run), "progress": {"phase": "rl"}, "base": then}
+    (tmp_path / "rollouts.safetensors").touch()
+    may_go_on(tmp_path, state, config, base_files(config.model))
+    run["model"]["distillation_lora"] = {"path": str(file)}
+    assert base_files(parse_run(run).model) == then
+    save_file({"a": torch.zeros(3)}, file)
+    with pytest.raises(
+        CheckpointError, match=r"another few-step LoRA than model\.distillation_lora\.path=.*set it back"
+    ):
+        may_go_on(tmp_path, state, config, base_files(config.model))
+    del state["base"]["distillation_lora_files"]
+    may_go_on(tmp_path, state, config, base_files(config.model))
 
 
 def test_a_checkpoint_that_does_not_say_what_it_was_sampled_from_is_taken_as_it_is(

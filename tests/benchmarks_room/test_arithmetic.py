@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from retouch.benchmarks.base import Benchmark, ImageRow
-from retouch.benchmarks.brushbench import BrushBench, blend
+from retouch.benchmarks.brushbench import BrushBench, _gaussian_blur, blend
 from retouch.benchmarks.load import load_benchmark
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import read_item
@@ -82,12 +82,18 @@ def test_a_full_mask_keeps_nothing_to_compare() -> None:
 
 
 def test_outputs_are_blended_as_brushnet_does(brushnet: dict[str, Any]) -> None:
-    """Its Gaussian computes in fixed point: a level more or less where the mask's edge is."""
+    """To the level, OpenCV's blur in fixed point included."""
     image = pixels(brushnet["cases"][brushnet["blended"]["image"]]["image"])
     found = blend(pixels(brushnet["source"]), image, mask_of(brushnet))
-    difference = np.abs(found.astype(int) - pixels(brushnet["blended"]["result"]))
-    assert difference.max() <= 1
-    assert (difference == 0).mean() > 0.9
+    assert np.array_equal(found, pixels(brushnet["blended"]["result"]))
+
+
+@pytest.mark.parametrize("size", [(512, 512), (40, 33), (21, 11)])
+def test_the_blur_of_a_mask_is_opencvs(size: tuple[int, int]) -> None:
+    cv2 = pytest.importorskip("cv2")
+    mask = np.random.default_rng(0).random(size) < np.linspace(0, 1, size[1])
+    expected = cv2.GaussianBlur(mask.astype(np.uint8) * 255, (21, 21), 0)
+    assert np.array_equal(_gaussian_blur(255 * mask.astype(np.int64)), expected)
 
 
 def _pattern(k: int) -> np.ndarray[Any, Any]:

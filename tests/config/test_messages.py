@@ -41,7 +41,8 @@ TOP_LEVEL = ", ".join(sorted(RunConfig.model_fields))
             "model={family: sd_inpaint, max_sequence_length: 77}",
             (
                 "model.max_sequence_length: unknown key; known: attention, dtype, embeddings, family, "
-                "free_text_encoders, offload_text_encoders, offload_vae, path, quantize, train, transformer, vae_batch"
+                "free_text_encoders, offload_text_encoders, offload_vae, path, quantize, train, transformer, "
+                "vae_batch, weights_variant"
             ),
         ),
         ("rewards.ocr.wieght=2", "rewards.ocr.wieght: unknown key; did you mean 'weight'?"),

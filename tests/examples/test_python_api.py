@@ -20,5 +20,5 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert "Run('runs/python', grpo, step 1)" in done.stdout
     assert len(re.findall(r"(?:base|after RL) +OCR similarity \d\.\d{3}", done.stdout)) == 2
     folder = tmp_path / "runs/python"
-    written = ("open-0.png", "open-1.png", "report.html", "exported/model.safetensors")
+    written = ("open-0.png", "open-1.png", "report.html", "exported/python-step-000001.safetensors")
     assert all((folder / name).is_file() for name in written)

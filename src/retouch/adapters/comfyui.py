@@ -21,8 +21,6 @@ from torch import Tensor
 from retouch.adapters.formats import AdapterFile
 from retouch.adapters.lora import file_tensors
 
-FILE = "comfyui_lora.safetensors"
-
 TOKENS = 128
 """Number of tokens that ComfyUI-IPAdapter-Flux builds its modules for, independent of the file."""
 

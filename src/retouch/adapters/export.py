@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import diffusers
-import torch
-from diffusers.utils import logging as library
 from safetensors.torch import load_file, save_file
 
 from retouch.adapters import FORMATS_OF, comfyui
+from retouch.adapters.about import About, metadata
 from retouch.adapters.formats import NAME, AdapterFile, folded, read_adapter, write_bin, write_safetensors
 from retouch.adapters.lora import FILE as LORA_FILE
-from retouch.adapters.lora import file_tensors, folded_lora, save_lora
+from retouch.adapters.lora import file_tensors, folded_lora, lora_metadata
+from retouch.adapters.pipeline import save_pipeline
 from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
-from retouch.errors import ModelFilesError, why_unreadable
 from retouch.families import FAMILIES
-from retouch.families.loading import load_component
+
+if TYPE_CHECKING:
+    from retouch.families.base import ModelSection
 
 logger = logging.getLogger(__name__)
 
 DIFFUSERS_TOKENS = 4
 """Number of tokens that diffusers splits the one layer of an SD1.5 adapter into, independent of the file."""
-
-WEIGHTS_FILE = "model.safetensors"
 
 FLUX_NETWORK = "FluxTransformer2DModel"
 """The network that ComfyUI-IPAdapter-Flux is for."""
@@ -43,26 +37,8 @@ _OF_ADAPTERS: dict[str, tuple[str, ...]] = {
 """Format of a style adapter -> the heads it has a place for."""
 
 
-@dataclass(frozen=True)
-class Base:
-    """The model that was trained.
-
-    Attributes:
-        path: hub id or folder of the whole pipeline.
-        network_name: the component that was trained.
-        kind: `model.train.kind`.
-        transformer: (hub id or folder, subfolder) of the network where it is not that of `path`.
-    """
-
-    path: str
-    network_name: str
-    kind: str
-    dtype: torch.dtype
-    transformer: tuple[str, str | None] | None = None
-
-
-def export(base: Base, weights: Path, to: str, out: Path) -> Path:
-    """Write the weights of a folder as `to` -> the path written.
+def export(model: ModelSection, weights: Path, to: str, out: Path, about: About) -> Path:
+    """Write the weights of a folder, which were trained in `model`, as `to` -> the path written.
 
     - `diffusers`: a whole pipeline folder with the trained network (LoRA fused into it).
     - `diffusers-lora`: the file that `pipe.load_lora_weights(out)` takes.
@@ -71,39 +47,60 @@ def export(base: Base, weights: Path, to: str, out: Path) -> Path:
     - `comfyui`: LoRA by the names that ComfyUI reads; a style adapter as the .bin of ComfyUI-IPAdapter-Flux.
     - `diffusers-ip-adapter`: the file that `pipe.load_ip_adapter` of Stable Diffusion takes.
 
-    Every file of a LoRA has alpha / rank in its weights: programs that do not read alpha apply the same update.
+    Every file of a LoRA has alpha / rank in its weights: programs that do not read alpha apply the same update. Files
+    are named after their run, but for style adapters, whose names other programs know.
 
     Raises:
         ConfigError: a format that does not fit what was trained.
+        ModelFilesError: a base that is missing or incomplete, of `diffusers`.
         OSError, ValueError: weights that are missing, damaged or incomplete.
     """
-    if to not in FORMATS_OF[base.kind]:
+    kind = model.train.kind
+    if to not in FORMATS_OF[kind]:
         raise ConfigError(
-            f"--to: given {to!r}, but the run trained {base.kind} weights; use --to {', '.join(FORMATS_OF[base.kind])}"
+            f"--to: given {to!r}, but the run trained {kind} weights; use --to {', '.join(FORMATS_OF[kind])}"
         )
-    if base.kind == "ip_adapter":
+    if kind == "ip_adapter":
         return _export_adapter(weights, to, out)
     out.mkdir(parents=True, exist_ok=True)
     if to == "diffusers":
-        save_pipeline(base, weights, out)
+        save_pipeline(model, weights, out)
         return out
-    if base.kind == "lora":
-        return _export_lora(weights, base.network_name, to, out)
+    if kind == "lora":
+        return _export_lora(model, weights, to, out, about)
     tensors = {name: t for file in sorted(weights.glob("*.safetensors")) for name, t in load_file(file).items()}
-    save_file(tensors, out / WEIGHTS_FILE, metadata={"format": "pt"})
-    return out / WEIGHTS_FILE
+    path = out / _file_name(about, to)
+    save_file(tensors, path, metadata=metadata(about, model))
+    return path
 
 
-def _export_lora(weights: Path, prefix: str, to: str, out: Path) -> Path:
+def _export_lora(model: ModelSection, weights: Path, to: str, out: Path, about: About) -> Path:
+    prefix, below = model.spec.network_name, model.merged_lora
+    if below is not None:
+        logger.warning(
+            "model.distillation_lora: given %s, which is not part of this file; load it as well, with strength %g, or "
+            "use --to diffusers",
+            below.path if below.weight_name is None else f"{below.path}, {below.weight_name}",
+            below.scale,
+        )
     state, rank = folded_lora(weights, prefix)
+    facts = metadata(about, model, rank)
     if to == "diffusers-lora":
-        save_lora(state, out, rank, rank, prefix)
-        return out / LORA_FILE
+        facts |= lora_metadata(state, rank, rank, prefix)
     named = to == "comfyui"
     tensors = comfyui.comfyui_tensors(state, rank, prefix) if named else file_tensors(state, prefix)
-    path = out / (comfyui.FILE if named else WEIGHTS_FILE)
-    write_tensors(tensors, path, {"format": "pt"})
+    path = out / _file_name(about, to)
+    write_tensors(tensors, path, facts)
     return path
+
+
+_UNREAD = ("scheduler", "optimizer", "checkpoint")
+"""Parts of the names that `pipe.load_lora_weights(folder)` does not look at."""
+
+
+def _file_name(about: About, to: str) -> str:
+    unread = to == "diffusers-lora" and any(part in about.name for part in _UNREAD)
+    return LORA_FILE if unread else f"{about.name}.safetensors"
 
 
 def _export_adapter(weights: Path, to: str, out: Path) -> Path:
@@ -167,54 +164,3 @@ def _report_weight(file: AdapterFile) -> None:
             "start, or train with model.train.value_norm=true for equal images",
             weight,
         )
-
-
-def save_pipeline(base: Base, weights: Path, out: Path) -> None:
-    """The base pipeline with the trained network in its place."""
-    trained: dict[str, Any] = {}
-    if base.kind == "full":
-        kind = getattr(diffusers, json.loads((weights / "config.json").read_text(encoding="utf-8"))["_class_name"])
-        network, info = kind.from_pretrained(str(weights), dtype=base.dtype, output_loading_info=True)
-        if info["missing_keys"]:  # diffusers initializes them at random without an error
-            raise ValueError(f"{weights}: {len(info['missing_keys'])} weights are missing")
-        trained[base.network_name] = network
-    elif base.transformer is not None:
-        trained[base.network_name] = _other_network(base, *base.transformer)
-    with _quietly():
-        pipeline = _base_pipeline(base, trained)
-        if base.kind == "lora":
-            pipeline.load_lora_weights(str(weights), weight_name=LORA_FILE)
-            pipeline.fuse_lora()
-            pipeline.unload_lora_weights()
-    pipeline.save_pretrained(str(out), safe_serialization=True)
-
-
-def _base_pipeline(base: Base, trained: dict[str, Any]) -> Any:
-    try:
-        return diffusers.DiffusionPipeline.from_pretrained(base.path, dtype=base.dtype, **trained)
-    except Exception as error:
-        if (problem := why_unreadable(error)) is None:
-            raise
-        raise ModelFilesError(f"model.path: cannot load the pipeline of {base.path}: {problem}") from None
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without diffusers' progress bars, which it shows terminal or not, and its warning of a text encoder without
-    LoRA."""
-    shown, level = library.is_progress_bar_enabled(), library.get_verbosity()
-    library.disable_progress_bar()
-    library.set_verbosity_error()
-    try:
-        yield
-    finally:
-        library.set_verbosity(level)
-        if shown:
-            library.enable_progress_bar()
-
-
-def _other_network(base: Base, path: str, subfolder: str | None) -> Any:
-    """The network of `model.transformer`, of the class that the pipeline of the base has."""
-    index: Any = diffusers.DiffusionPipeline.load_config(base.path)
-    kind = getattr(diffusers, index[base.network_name][1])
-    return load_component(kind, path, subfolder, base.dtype, key="model.transformer")

@@ -4,16 +4,19 @@
     PEFT        base_model.model.transformer_blocks.0.attn.to_q.lora_A.weight    alpha in adapter_config.json
     kohya       lora_unet_down_blocks_0_..._to_q.lora_down.weight            alpha in .alpha tensors
 
-Keys with the module names of the original networks (kohya's FLUX files: `lora_unet_double_blocks_0_img_attn_qkv`) go
-through the converters of diffusers, which multiply alpha / rank into the factors: alpha is then the rank.
+    XLabs       double_blocks.0.processor.qkv_lora1.down.weight              alpha is the rank
+
+Modules may have the names of the original networks. Those of U-Nets (kohya's SDXL files:
+`lora_unet_input_blocks_4_1_...`) are known here. Those of transformers (kohya's FLUX files:
+`lora_unet_double_blocks_0_img_attn_qkv`, where one weight is several of diffusers) go through the converters of
+diffusers, which multiply alpha / rank into the factors: alpha is then the rank.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +28,7 @@ from torch import Tensor, nn
 
 from retouch import plain_json
 from retouch.adapters.lora import ADAPTER, FILE, adapted_modules
+from retouch.adapters.unet_names import original_names
 from retouch.complete import newest_weights, verify_weights
 from retouch.config.errors import ConfigError
 from retouch.errors import first_line
@@ -41,11 +45,15 @@ PEFT_CONFIG, PEFT_FILE = "adapter_config.json", "adapter_model.safetensors"
 _FACTORS = {
     "lora_A.weight": "A", f"lora_A.{ADAPTER}.weight": "A", "lora_down.weight": "A", "lora.down.weight": "A",
     "lora_B.weight": "B", f"lora_B.{ADAPTER}.weight": "B", "lora_up.weight": "B", "lora.up.weight": "B",
+    "down.weight": "A", "up.weight": "B",
     "alpha": "alpha",
 }  # fmt: skip
 """Ending of a key -> which part of an adapter the tensor is."""
 
 _KEY = re.compile("|".join(re.escape(f".{ending}") + "$" for ending in _FACTORS))
+
+_OF_TEXT_ENCODERS = re.compile(r"(base_model\.model\.)?(lora_te\d?_|text_encoder(_\d)?\.)")
+"""Start of the keys of text encoders, by all programs."""
 
 
 @dataclass(frozen=True)
@@ -151,15 +159,23 @@ def read_lora(path: Path, spec: FamilySpec, modules: Mapping[str, nn.Module]) ->
     """
     tensors, metadata = _tensors_of(path)
     alpha = _recorded_alpha(path, spec.network_name, metadata)
-    named = _by_module(tensors, spec.network_name, modules)
+    for_text = next((key for key in tensors if _OF_TEXT_ENCODERS.match(key)), None)
+    if for_text is not None:
+        raise ConfigError(
+            f"{KEY}: {path} holds {for_text}, which is of a text encoder; give a LoRA of {spec.family} without parts "
+            "for text encoders"
+        )
+    names = _names(modules, spec.network_name)
+    named = _by_module(tensors, names)
     if named is None:
-        converted = _converted(path, spec, tensors)
-        named, alpha = _by_module(converted, spec.network_name, modules), None
+        if spec.network_name != "unet":  # every layout of a U-Net is known here
+            tensors, alpha = _converted(path, spec, tensors), None
+        named = _by_module(tensors, names)
         if named is None:
-            unknown = next(k for k in converted if _module_of(k, spec.network_name, modules, {}) is None)
+            unknown = next(key for key in tensors if _KEY.sub("", key) not in names)
             raise ConfigError(
                 f"{KEY}: {path} holds {unknown}, which is no LoRA factor of {spec.networks[spec.network_name]}; give "
-                f"a LoRA of {spec.family} without parts for text encoders"
+                f"a LoRA of {spec.family}"
             )
     factors: dict[str, tuple[Tensor, Tensor]] = {}
     for module, parts in named.items():
@@ -230,31 +246,31 @@ def _recorded_alpha(path: Path, network: str, metadata: Mapping[str, str]) -> fl
     return alpha
 
 
-def _by_module(
-    tensors: Mapping[str, Tensor], network: str, modules: Collection[str]
-) -> dict[str, dict[str, Tensor]] | None:
+def _names(modules: Iterable[str], network: str) -> dict[str, str]:
+    """Name in a file, without the ending for a factor -> module."""
+    modules = list(modules)
+    known = {**original_names(modules), **{module: module for module in modules}}
+    starts = (f"{network}.", f"base_model.model.{network}.", "base_model.model.", "diffusion_model.", "")
+    dotted = {f"{start}{name}": module for start in starts for name, module in known.items()}
+    joined = {name.replace(".", "_"): module for name, module in known.items()}
+    return dotted | {f"lora_{start}_{name}": m for start in ("unet", "transformer") for name, m in joined.items()}
+
+
+def _by_module(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, dict[str, Tensor]] | None:
     """Module -> its tensors "A", "B" and "alpha"; None where a key is of no module of the network."""
-    underscored = {module.replace(".", "_"): module for module in modules}
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        module = _module_of(key, network, modules, underscored)
+        module = names.get(_KEY.sub("", key))
         if module is None:
             return None
-        ending = _KEY.search(key)
-        assert ending is not None, "_tensors_of refuses other keys"
-        found.setdefault(module, {})[_FACTORS[ending.group()[1:]]] = tensor
+        found.setdefault(module, {})[_part_of(key)] = tensor
     return found
 
 
-def _module_of(key: str, network: str, modules: Collection[str], underscored: Mapping[str, str]) -> str | None:
-    stem = _KEY.sub("", key)
-    for start in (f"{network}.", f"base_model.model.{network}.", "base_model.model.", "diffusion_model.", ""):
-        if stem.startswith(start) and stem.removeprefix(start) in modules:
-            return stem.removeprefix(start)
-    for start in ("lora_unet_", "lora_transformer_"):
-        if stem.startswith(start) and stem.removeprefix(start) in underscored:
-            return underscored[stem.removeprefix(start)]
-    return None
+def _part_of(key: str) -> str:
+    ending = _KEY.search(key)
+    assert ending is not None, "_tensors_of refuses other keys"
+    return _FACTORS[ending.group()[1:]]
 
 
 def _converted(path: Path, spec: FamilySpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -268,27 +284,36 @@ def _converted(path: Path, spec: FamilySpec, tensors: Mapping[str, Tensor]) -> d
     if not hasattr(loader, "lora_state_dict"):
         raise ConfigError(f"{problem}: {spec.pipeline} has no LoRA converter; give a file in diffusers' layout")
     try:
-        with _warnings_of_diffusers() as warnings:
-            found = loader.lora_state_dict(dict(tensors))
+        found: dict[str, Tensor] = dict(loader.lora_state_dict(dict(tensors)))
     except Exception as error:  # converters raise whatever an unexpected name leads to
-        raise ConfigError(f"{problem}: {type(error).__name__}: {str(error).splitlines()[:1]}") from None
-    if warnings:
-        raise ConfigError(f"{problem} as a whole: {warnings[0]}; give a LoRA of this network alone")
-    return dict(found[0] if isinstance(found, tuple | list) else found)
+        told = " ".join(str(error).split())[:300]  # the keys stand behind its first line
+        raise ConfigError(f"{problem}: {type(error).__name__}: {told}") from None
+    if unread := next((key for key in found if _KEY.search(key) is None), None):
+        raise ConfigError(f"{problem}: it holds {unread}, which is no LoRA factor; give a LoRA of this network alone")
+    if (left := _rows(tensors) - _rows(found)) != 0:
+        raise ConfigError(
+            f"{problem} as a whole: {_first_left_out(loader, tensors)} and perhaps more ({left} rows of updates) have "
+            "no place in this network; give a LoRA of this network alone"
+        )
+    return found
 
 
-@contextmanager
-def _warnings_of_diffusers() -> Iterator[list[str]]:
-    """First lines of what diffusers logs inside, instead of its log: a converter warns of the tensors that it drops."""
-    found: list[str] = []
-    handler, log = logging.Handler(logging.WARNING), logging.getLogger("diffusers")
-    handler.emit = lambda record: found.append(record.getMessage().splitlines()[0])
-    before, log.handlers, propagate = log.handlers, [handler], log.propagate
-    log.propagate = False
-    try:
-        yield found
-    finally:
-        log.handlers, log.propagate = before, propagate
+def _rows(tensors: Mapping[str, Tensor]) -> int:
+    """Output features that a LoRA changes. A converter splits and copies factors, and keeps this number."""
+    return sum(tensor.shape[:1].numel() for key, tensor in tensors.items() if _part_of(key) == "B")
+
+
+def _first_left_out(loader: Any, tensors: Mapping[str, Tensor]) -> str:
+    """Name of the first module whose tensors a converter drops where it gets them alone."""
+    stems = list(dict.fromkeys(_KEY.sub("", key) for key in tensors))
+    for stem in stems:
+        own = {key: tensor for key, tensor in tensors.items() if _KEY.sub("", key) == stem}
+        try:
+            if not loader.lora_state_dict(dict(own)):
+                return stem
+        except Exception:  # as in `_converted`
+            continue
+    return stems[0]
 
 
 def _only_one(path: Path, what: str, values: Iterable[float]) -> float:

@@ -57,10 +57,15 @@ def save_lora(state: Mapping[str, Tensor], folder: Path, alpha: float, rank: int
     """Write trained LoRA parameters (by parameter name) as diffusers reads them: `prefix.module.lora_A.weight`, with
     alpha and rank in the metadata."""
     folder.mkdir(parents=True, exist_ok=True)
+    about = {"format": "pt", **lora_metadata(state, alpha, rank, prefix)}
+    write_tensors(file_tensors(state, prefix), folder / FILE, about)
+
+
+def lora_metadata(state: Mapping[str, Tensor], alpha: float, rank: int, prefix: str) -> dict[str, str]:
+    """The metadata that diffusers reads: rank, alpha and modules."""
     modules = sorted({name.rsplit(".lora_", 1)[0] for name in state})
     adapter = {f"{prefix}.r": rank, f"{prefix}.lora_alpha": alpha, f"{prefix}.target_modules": modules}
-    about = {"format": "pt", "lora_adapter_metadata": json.dumps(adapter, indent=2, sort_keys=True)}
-    write_tensors(file_tensors(state, prefix), folder / FILE, about)
+    return {"lora_adapter_metadata": json.dumps(adapter, indent=2, sort_keys=True)}
 
 
 def file_tensors(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

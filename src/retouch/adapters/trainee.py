@@ -59,7 +59,8 @@ def make_trainable(network: nn.Module, train: Train, spec: FamilySpec, seed: int
 
 
 class FullWeights:
-    """Every weight, as a diffusers model folder (`config.json`, safetensors, sharded when large)."""
+    """Every weight, as a diffusers model folder (`config.json`, safetensors, sharded when large). Buffers that belong
+    to it (the table of positions of SD3) are saved too, and are the network's own when weights are loaded."""
 
     kind = "full"
 
@@ -71,7 +72,7 @@ class FullWeights:
         folder.mkdir(parents=True, exist_ok=True)
         config = {**json.loads(self._network.to_json_string()), "_class_name": self._class}
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        tensors = {name: t.detach().cpu().contiguous() for name, t in state.items()}
+        tensors = {name: t.detach().cpu().contiguous() for name, t in {**self._buffers(), **state}.items()}
         save_torch_state_dict(tensors, folder, filename_pattern="diffusion_pytorch_model{suffix}.safetensors")
 
     def load(self, folder: Path) -> dict[str, Tensor]:
@@ -79,9 +80,16 @@ class FullWeights:
         if not files:
             raise ValueError("no diffusion_pytorch_model*.safetensors in it, which model.train.kind=full needs")
         try:
-            return {name: t for file in files for name, t in load_file(file).items()}
+            tensors = {name: t for file in files for name, t in load_file(file).items()}
         except SafetensorError as error:
             raise ValueError(f"damaged weights ({error})") from None
+        own = self._buffers()
+        return {name: t for name, t in tensors.items() if name not in own}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """The tensors in the files of the network that are no parameters."""
+        trained = {name for name, _ in self._network.named_parameters()}
+        return {name: t for name, t in self._network.state_dict().items() if name not in trained}
 
 
 class LoraWeights:

@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means, numbered
@@ -122,22 +123,33 @@ class BrushBench(Benchmark):
 
 def blend(source: Pixels, image: Pixels, mask: Pixels) -> Pixels:
     """The official composite: image · b + source · (1 - b), truncated to whole levels; b is 1 in the mask, and outside
-    of it the mask blurred by a Gaussian of 21 x 21 pixels, with the border reflected, in steps of 1/255.
+    of it the mask of 0 and 255 after `cv2.GaussianBlur(mask, (21, 21), 0)`, over 255.
 
     Args:
         source, image: [H, W, 3].
         mask: [H, W], 128 or more where to repaint.
     """
-    offsets = np.arange(_SIDE) - _SIDE // 2
-    kernel = np.exp(-(offsets**2) / (2 * _SIGMA**2))
-    kernel /= kernel.sum()
-    masked = mask >= 128
-    blurred = np.pad(masked.astype(np.float64), _SIDE // 2, mode="reflect")
-    height, width = mask.shape
-    blurred = np.sum([weight * blurred[i : i + height] for i, weight in enumerate(kernel)], axis=0)
-    blurred = np.sum([weight * blurred[:, i : i + width] for i, weight in enumerate(kernel)], axis=0)
-    share = np.where(masked, 1.0, np.round(255 * blurred) / 255)[..., None]
+    masked = (mask >= 128).astype(np.int64)
+    blurred = _gaussian_blur(255 * masked) / 255
+    share = (1 - (1 - masked) * (1 - blurred))[..., None]  # as it is rounded there, before levels are cut
     return (source * (1 - share) + image * share).astype(np.uint8)
+
+
+def _gaussian_blur(levels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """OpenCV's blur of whole levels [H, W], to the bit: in fixed point, with weights of 1/256 that each take over the
+    rounding error of the one before, the middle one taking the rest, and the border reflected."""
+    offsets = np.arange(_SIDE) - _SIDE // 2
+    exact = np.exp(-(offsets**2) / (2 * _SIGMA**2))
+    weights, error = [0] * _SIDE, 0.0
+    for i, weight in enumerate(256 * exact[: _SIDE // 2] / exact.sum()):
+        weights[i] = weights[-1 - i] = round(weight + error)
+        error += weight - weights[i]
+    weights[_SIDE // 2] = 256 - sum(weights)
+    height, width = levels.shape
+    rows = np.pad(levels, _SIDE // 2, mode="reflect")
+    columns = sum(weight * rows[i : i + height] for i, weight in enumerate(weights))
+    blurred = sum(weight * columns[:, i : i + width] for i, weight in enumerate(weights))
+    return (blurred + 2**15) >> 16
 
 
 def _as_jpeg(image: Image.Image) -> Image.Image:

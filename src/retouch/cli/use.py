@@ -283,12 +283,13 @@ def export(
     ],
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: exports/ of the run.")] = None,
     raw: Annotated[bool, typer.Option(help="Raw weights, even if the checkpoint has EMA weights.")] = False,
+    trust: Trust = False,
 ) -> None:
     """Export trained weights in the format of another program, and print the path."""
     start_logging()
     from retouch.use.exporting import export_weights
 
-    typer.echo(str(export_weights(checkpoint, to, out, raw=raw)))
+    typer.echo(str(export_weights(checkpoint, to, out, raw=raw, trust=trust)))
 
 
 @app.command()

@@ -45,7 +45,8 @@ class Window(Section):
     """Share of the run in which the window may lie: [0, 0.5] keeps it in the first half."""
     position: Literal["random", "fixed", "sliding"] = "random"
     """"random" samples a new position for each rollout batch from the run's seed; "fixed" keeps the start of the range;
-    "sliding" moves through the range during training (MixGRPO), and starts over at its end."""
+    "sliding" moves through the range during training (MixGRPO), and starts over at its end. Every window has `size`
+    steps; in MixGRPO's code the last ones are cut at the end of the range."""
     stride: Count = 1
     """Steps that a sliding window moves at a time."""
     batches_per_position: Count = 25
@@ -145,7 +146,10 @@ class OptimizerConfig(Section):
 
 
 class EmaConfig(Section):
-    """Exponential moving average of the trained weights; decay_t = min((1 + t) / (10 + t), decay)."""
+    """Exponential moving average of the trained weights; decay_t = min((1 + t) / (10 + t), decay). t counts the
+    optimizer steps that changed the weights, from 1 at the first, as in Flow-GRPO (which counts from 0), and not the
+    updates of the average, as in diffusers (EMAModel): with an `update_interval` of 8 the decay rises 8 times as
+    fast."""
 
     decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999
     """Maximum decay; early updates use less."""

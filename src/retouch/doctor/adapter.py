@@ -23,7 +23,7 @@ def adapter_lines(model: Model, networks: Networks) -> Iterator[Line]:
     if name is None:
         return
     try:
-        yield _encoder_line(name)
+        yield _encoder_line(name, model.weights_variant)
     except ImportError:
         return
     initial = model.train.initial_adapter if model.train.kind == "ip_adapter" else None
@@ -46,7 +46,7 @@ def distillation_lines(model: Model) -> Iterator[Line]:
         yield Line("warning", what, f"{lora.path} is a hub id; the run downloads {lora.weight_name or 'its only file'}")
 
 
-def _encoder_line(name: str) -> Line:
+def _encoder_line(name: str, variant: str | None) -> Line:
     what, folder = "image encoder", encoder_folder(name)
     if folder is None:
         return Line("warning", what, f"{name} is not on this machine; the run downloads it")
@@ -54,15 +54,15 @@ def _encoder_line(name: str) -> Line:
         return Line("fix", what, f"model.train.image_encoder: {name}: no such folder; give a folder or a hub id")
     try:
         encoder, width = meta_encoder(folder)
-        _complete(folder, set(encoder.state_dict()))
+        _complete(folder, set(encoder.state_dict()), variant)
     except (ConfigError, Damaged, OSError, ValueError, TypeError) as error:
         return Line("fix", what, f"model.train.image_encoder: {first_line(error)}; copy it anew, or set another")
     return Line("ok", what, f"{folder}: a {type(encoder).__name__}, its files complete, vectors of width {width}")
 
 
-def _complete(folder: Path, names: set[str]) -> None:
+def _complete(folder: Path, names: set[str], variant: str | None) -> None:
     """Check that every weight is in the files; in those of a whole SigLIP or CLIP, names have a prefix."""
-    shapes = weights_of(folder, *STEMS)
+    shapes = weights_of(folder, *STEMS, variant)
     there = {name.removeprefix("vision_model.") for name in shapes}
     lacking = sorted(name for name in names if name.removeprefix("vision_model.") not in there)
     if shapes and lacking:

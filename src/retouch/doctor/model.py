@@ -10,7 +10,8 @@ from typing import Any, cast
 from retouch import plain_json
 from retouch.doctor.line import Line
 from retouch.families.base import Model, OtherTransformer
-from retouch.model_files import has_component
+from retouch.hub import variant_hint
+from retouch.model_files import has_component, schedule_problem
 
 Shapes = dict[str, tuple[int, ...]]
 """Weight name -> shape."""
@@ -81,7 +82,7 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
         if place is None:
             continue
         try:
-            shapes = _network(place, expected)
+            shapes = _network(place, expected, model.weights_variant)
         except Damaged as error:
             problems.append(str(error))
         else:
@@ -94,8 +95,7 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
         if not processor and texts and model.spec.tokenizer_in_processor:
             processor = [*_tokenizer(folder, "processor")]
         problems.extend(processor)
-    if not (folder / "scheduler/scheduler_config.json").is_file():
-        problems.append("no scheduler/scheduler_config.json")
+    problems.extend(_scheduler(model, folder))
     return found
 
 
@@ -121,29 +121,34 @@ def _downloaded(hub_id: str) -> Path | None:
     return Path(index).parent if isinstance(index, str) else None
 
 
-def _network(folder: Path, expected: str) -> Shapes:
+def _network(folder: Path, expected: str, variant: str | None) -> Shapes:
     """Shapes of a network's weights; empty if they are in files that only torch reads."""
     config = _json(folder / "config.json")
     found: Any = config.get("_class_name") or next(iter(config.get("architectures") or []), expected)
     if found != expected:
         raise Damaged(f"{folder.name}/ is a {found}, {expected} is needed")
     # diffusers writes _class_name, transformers does not
-    return weights_of(folder, *(("diffusion_pytorch_model",) * 2 if "_class_name" in config else STEMS))
+    stems = ("diffusion_pytorch_model",) * 2 if "_class_name" in config else STEMS
+    return weights_of(folder, *stems, variant)
 
 
 STEMS = ("model", "pytorch_model")
 """File names of transformers' weights: safetensors, and pickled."""
 
 
-def weights_of(folder: Path, stem: str, pickled: str) -> Shapes:
+def weights_of(folder: Path, stem: str, pickled: str, variant: str | None = None) -> Shapes:
     """Shapes of the weights in a folder, by the headers of its files; empty if only torch reads them.
+
+    Args:
+        variant: `model.weights_variant`, of files that the folder may have.
 
     Raises:
         Damaged: no weights, or missing ones.
     """
-    index = folder / f"{stem}.safetensors.index.json"
-    if (folder / f"{stem}.safetensors").is_file():
-        return _header(folder / f"{stem}.safetensors")
+    part = f".{variant}" if variant and any(folder.glob(f"{stem}*.{variant}[.-]*")) else ""
+    index = folder / f"{stem}.safetensors.index{part}.json"
+    if (folder / f"{stem}{part}.safetensors").is_file():
+        return _header(folder / f"{stem}{part}.safetensors")
     if index.is_file():
         placed = _json(index).get("weight_map", {})
         shapes = {
@@ -155,7 +160,7 @@ def weights_of(folder: Path, stem: str, pickled: str) -> Shapes:
         return shapes
     if (folder / f"{pickled}.bin").is_file() or (folder / f"{pickled}.bin.index.json").is_file():
         return {}
-    raise Damaged(f"{folder.name}/ has no {stem}.safetensors")
+    raise Damaged(f"{folder.name}/ has no {stem}{part}.safetensors{variant_hint(str(folder), None)}")
 
 
 def _header(file: Path) -> Shapes:
@@ -193,6 +198,17 @@ def _processor(folder: Path) -> list[str]:
     """Problems of the image processor."""
     names = ("preprocessor_config.json", "processor_config.json")
     return [] if any((folder / name).is_file() for name in names) else [f"processor/ has none of {', '.join(names)}"]
+
+
+def _scheduler(model: Model, folder: Path) -> Iterator[str]:
+    """Problems of the scheduler's config."""
+    try:
+        config = _json(folder / "scheduler/scheduler_config.json")
+    except Damaged as error:
+        yield str(error)
+        return
+    if model.spec.prediction == "flow" and (problem := schedule_problem(config)):
+        yield problem
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -142,10 +142,13 @@ def meta_encoder(folder: Path) -> tuple[Any, int]:
     Raises:
         ConfigError: no config, or a model of another kind.
     """
+    from transformers import AutoConfig
+
     from retouch.families.meta import on_meta
+    from retouch.image_encoder import vision_config
 
     kind, output = encoder_class(folder)
-    config = kind.config_class.from_pretrained(folder)
+    config = vision_config(AutoConfig.from_pretrained(folder))
     width = config.projection_dim if output == "image_embeds" else config.hidden_size
     return on_meta(lambda: kind(config)), int(width)
 

@@ -291,6 +291,9 @@ class ModelSection(Section):
     unet/) is then not loaded. Null loads that one."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Precision of frozen weights (network under LoRA, VAE, text encoders). Trained weights are fp32."""
+    weights_variant: Text | None = None
+    """Variant of the weight files: "fp16" reads `*.fp16.safetensors` in every part that has them, and the plain files
+    in the others, as `variant` of diffusers does. Null reads the plain files."""
     quantize: Quantization | None = None
     """Storage of the matrices in the blocks of the frozen network, under LoRA or a style adapter: "int8" and "fp8"
     (e4m3) take 1 byte per weight, "nf4" (QLoRA, arXiv 2305.14314; bitsandbytes) 0.56; each use restores them in the

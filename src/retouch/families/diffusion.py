@@ -8,6 +8,7 @@ Legend: B samples, C latent channels, h w latent sides.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,6 +36,7 @@ from retouch.families.quantized import quantize_blocks
 from retouch.families.text import TextEncoders
 from retouch.families.vae import Autoencoder
 from retouch.image_encoder import ImageEncoder
+from retouch.model_files import schedule_problem
 from retouch.types import Condition, Example
 
 if TYPE_CHECKING:
@@ -85,6 +87,8 @@ class FamilyModel(ABC):
         self.text = text
         self.scheduler = scheduler
         self.image_encoder = image_encoder
+        if self.config.spec.prediction == "flow" and (problem := schedule_problem(scheduler.config)):
+            raise ModelFilesError(f"model.path: {problem}")
         vae = vae.eval().requires_grad_(False)
         self.autoencoder = self.autoencoder_class(
             vae, device, self.config.vae_batch, offload=self.config.offload_vae, stored=latents
@@ -237,7 +241,16 @@ class FamilyModel(ABC):
             return config.get("shift", 1.0)
         tokens = self.image_tokens(size)
         first, last = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-        return flux_shift(tokens, first, last, config.get("base_shift", 0.5), config.get("max_shift", 1.15))
+        shift = flux_shift(tokens, first, last, config.get("base_shift", 0.5), config.get("max_shift", 1.15))
+        return self.dynamic_shift(shift)
+
+    def dynamic_shift(self, shift: float) -> float:
+        """The shift that the scheduler makes of a pipeline's mu: e^mu, or mu itself.
+
+        Args:
+            shift: e^mu.
+        """
+        return math.log(shift) if self.scheduler.config.get("time_shift_type") == "linear" else shift
 
     def image_tokens(self, size: tuple[int, int]) -> int:
         """Tokens that the network makes of an image of (height, width)."""

@@ -30,12 +30,13 @@ from retouch import plain_json
 from retouch.config.errors import ConfigError
 from retouch.disk import read_bounded, write_whole
 from retouch.families.loading import component_path, transformer_folder
-from retouch.image_encoder import TINY, ImageEncoder, picture_key
+from retouch.hub import is_hub_id
+from retouch.image_encoder import TINY, ImageEncoder, changed_normalization, picture_key
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from retouch.families.base import Model
+    from retouch.families.base import DistillationLora, Model
 
 SAMPLE = 1 << 20
 """Bytes read at the start, in the middle and at the end of a file of weights: ten gigabytes are not read through."""
@@ -229,6 +230,8 @@ def identity(model: Model) -> dict[str, Any]:
         made["image_encoder"] = encoder
         folder = TINY if encoder == "tiny" else _local(encoder, "config.json")
         made["image_encoder_files"] = fingerprint([folder] if folder is not None and folder.is_dir() else [])
+        if folder is not None and (pixels := changed_normalization(folder)) is not None:
+            made["image_encoder_normalization"] = [list(values) for values in pixels]
     return made
 
 
@@ -238,13 +241,27 @@ def base_files(model: Model) -> dict[str, str | None]:
     if model.transformer is not None:
         folder = transformer_folder(model.transformer)
         networks = [] if folder is None else [folder]
-    encoders = {name: value for name, value in identity(model).items() if name.endswith("_files")}
-    return {"network_files": fingerprint(networks), **encoders}
+    found = {name: value for name, value in identity(model).items() if name.endswith("_files")}
+    if model.merged_lora is not None:
+        found["distillation_lora_files"] = fingerprint(_lora_files(model.merged_lora))
+    return {"network_files": fingerprint(networks), **found}
 
 
-def fingerprint(folders: Sequence[Path]) -> str | None:
-    """Hash of the names and sizes of the files in some folders, of small ones whole and of large ones a sample."""
-    files = sorted(file for folder in folders for file in folder.rglob("*") if file.is_file())
+def _lora_files(lora: DistillationLora) -> list[Path]:
+    """The file of a LoRA, or the folder that it is the only one in; none of the hub that is not here or has no name."""
+    path = Path(lora.path).expanduser()
+    if path.exists():
+        return [path / lora.weight_name if lora.weight_name and path.is_dir() else path]
+    named = lora.weight_name if is_hub_id(lora.path) else None
+    found = try_to_load_from_cache(lora.path, named) if named else None
+    return [Path(found)] if isinstance(found, str) else []
+
+
+def fingerprint(places: Sequence[Path]) -> str | None:
+    """Hash of the names and sizes of some files and those in some folders, of small ones whole and of large ones a
+    sample."""
+    inside = (file for place in places for file in ([place] if place.is_file() else place.rglob("*")))
+    files = sorted(file for file in inside if file.is_file())
     if not files:
         return None
     digest = hashlib.sha256()

@@ -71,7 +71,7 @@ def reference_encoder(config: Model) -> ImageEncoder | None:
     stored = open_cache(config)
     if stored is not None:
         return StoredVectors(stored, stored.vector_width())
-    return ImageEncoder.load(name, DTYPES[config.dtype])
+    return ImageEncoder.load(name, DTYPES[config.dtype], variant=config.weights_variant)
 
 
 def reference_inputs(

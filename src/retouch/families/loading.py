@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from retouch.errors import first_line, why_unreadable
 from retouch.families import FAMILIES
-from retouch.hub import require_hub
+from retouch.hub import read_variant, require_hub, variant_hint
 from retouch.model_files import (
     ModelFilesError,
     component_path,
@@ -38,6 +40,8 @@ __all__ = [
     "is_there",
     "load_component",
     "load_model",
+    "load_network",
+    "reading_variant",
     "require_pipeline",
     "tiny_path",
     "transformer_folder",
@@ -64,8 +68,35 @@ def load_model(config: Model, device: Any = "cpu", **options: Any) -> DiffusionM
         ModelFilesError: a component is missing or of another class.
         ConfigError: no such image encoder, or embeddings of another model.
     """
-    kind = load_named(f"model of the FamilySpec of {config.family}", config.spec.model, "class")
-    return kind.from_config(config, device, **options)
+    with reading_variant(config.weights_variant):
+        return _class_of(config).from_config(config, device, **options)
+
+
+def load_network(config: Model, dtype: torch.dtype) -> Any:
+    """The network that a run file trains, before anything is trained, and none of the other parts.
+
+    Raises:
+        ModelFilesError: it is missing or of another class.
+    """
+    with reading_variant(config.weights_variant):
+        return _class_of(config).load_network(config, component_path(config.path, config.family), dtype)
+
+
+_VARIANT: ContextVar[str | None] = ContextVar("weights_variant", default=None)
+
+
+@contextmanager
+def reading_variant(name: str | None) -> Iterator[None]:
+    """Inside, components are read from the weight files of a variant (`model.weights_variant`); None: plain ones."""
+    before = _VARIANT.set(name)
+    try:
+        yield
+    finally:
+        _VARIANT.reset(before)
+
+
+def _class_of(config: Model) -> Any:
+    return load_named(f"model of the FamilySpec of {config.family}", config.spec.model, "class")
 
 
 def is_there(path: str, name: str) -> bool:
@@ -107,11 +138,13 @@ def load_component(
         keywords["output_loading_info"] = True
     where = f"{key}: cannot load {f'{subfolder}/ of ' if subfolder else ''}{path} as {kind.__name__}"
     try:
-        loaded = read_component(kind, path, subfolder, **keywords)
+        read = partial(read_component, kind, path, subfolder, **keywords)
+        loaded = read_variant(read, path, subfolder, _VARIANT.get() if is_network else None)
     except Exception as error:
         if (problem := why_unreadable(error)) is None:
             raise
-        hint = "" if Path(path).is_dir() else "; check the id and the network (gated models need HF_TOKEN)"
+        away = "; check the id and the network (gated models need HF_TOKEN)"
+        hint = variant_hint(path, subfolder) if Path(path).is_dir() else away
         raise ModelFilesError(f"{where}: {problem}{hint}") from None
     if not is_network:
         return loaded

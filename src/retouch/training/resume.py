@@ -36,6 +36,7 @@ BASE = {
     "text_files": ("text encoder", "path"),
     "vae_files": ("autoencoder", "path"),
     "image_encoder_files": ("image encoder", "train.image_encoder"),
+    "distillation_lora_files": ("few-step LoRA", "distillation_lora.path"),
 }
 """Part of the files of a model -> its name in messages, and the option with its path."""
 

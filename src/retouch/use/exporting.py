@@ -15,25 +15,31 @@ from retouch.complete import complete_checkpoints
 from retouch.config.errors import nearest
 from retouch.config.load import take_in_plugins
 from retouch.config.parts import model_of, trains_text_encoder
+from retouch.config.presets import section_of
 from retouch.config.trust import consented
 from retouch.disk import file_problem, writing
 from retouch.engine.saved import saved_run_file, sound_state
-from retouch.errors import CheckpointError, ConfigError, first_line
+from retouch.errors import CheckpointError, ConfigError, InputError, first_line, shown
 from retouch.use.trained import weights_folder
 
 if TYPE_CHECKING:
+    from retouch.adapters.about import About
     from retouch.families.base import ModelSection
 
 logger = logging.getLogger(__name__)
 
 
-def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) -> Path:
+def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool, trust: bool = False) -> Path:
     """Write the weights of a checkpoint (of a run directory: its newest) in the format `to` -> the path written, by
     default below `exports` of the run.
+
+    Args:
+        trust: import the plug-ins of the run for the family of its model, whoever wrote the run directory.
 
     Raises:
         ConfigError: an unknown format, one that does not fit the weights, or an `out` that holds files.
         CheckpointError: weights that are missing or damaged.
+        ModelFilesError: a base that is missing or incomplete, of `diffusers`.
     """
     if to not in FORMATS:
         raise ConfigError(f"--to: given {to!r}; {nearest(to, FORMATS)}")
@@ -49,7 +55,7 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
         raise ConfigError(f"--out: given {out}; expected a new or empty folder; choose another")
     state = sound_state(folder.parent)
     run = saved_run_file(state, folder.parent)
-    config = _model(run, state["config"], folder.parent)
+    config = _model(run, state["config"], folder.parent, trust)
     if trains_text_encoder(run):
         kind = "a PEFT adapter" if (folder / "adapter_config.json").is_file() else "a model of transformers"
         raise ConfigError(
@@ -59,26 +65,38 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool) ->
 
     from safetensors import SafetensorError
 
-    from retouch.adapters.export import Base, export
-    from retouch.families.loading import DTYPES, component_path, transformer_path
+    from retouch.adapters.export import export
 
-    path = component_path(config.path, config.family)
-    other = None if config.transformer is None else transformer_path(config.transformer)
-    base = Base(path, config.spec.network_name, config.train.kind, DTYPES[config.dtype], other)
+    about = _about(run, folder.parent, raw=folder.name == "weights" and (folder.parent / "ema").is_dir())
     try:
         with writing(out), _appearing(out) as made:
-            written = out / export(base, folder, to, made).relative_to(made)
+            written = out / export(config, folder, to, made, about).relative_to(made)
     except (OSError, ValueError, SafetensorError) as error:
-        if isinstance(error, ConfigError) or (isinstance(error, OSError) and file_problem(error)):
+        if isinstance(error, InputError) or (isinstance(error, OSError) and file_problem(error)):
             raise
         raise CheckpointError(f"{checkpoint}: cannot be exported: {first_line(error)}") from None
     logger.info("exported %s", folder)
     return written
 
 
-def _model(run: Mapping[str, Any], run_file: str, checkpoint: Path) -> ModelSection:
-    """The model of a checkpoint. Its family may be one of the plug-ins of the run, which are imported where `train`
-    wrote the run file to the directory of the run.
+def _about(run: Mapping[str, Any], checkpoint: Path, *, raw: bool) -> About:
+    """Facts of the run for the metadata of exported files.
+
+    Args:
+        raw: raw weights of a checkpoint that has EMA weights too.
+    """
+    from retouch.adapters.about import About
+
+    step = checkpoint.resolve().name  # of "." as well
+    name = "-".join(filter(None, (str(run.get("name") or ""), step, "raw" * raw)))
+    trained = f"{section_of(run, 'algorithm').get('name')} with retouch, {step}"
+    trigger = section_of(run, "data").get("prompt_template")
+    return About(name, trained, None if trigger is None else str(trigger))
+
+
+def _model(run: Mapping[str, Any], run_file: str, checkpoint: Path, trust: bool) -> ModelSection:
+    """The model of a checkpoint. Its family may be one of the plug-ins of the run, which are imported with consent: by
+    `trust`, or where `train` wrote the run file to the directory of the run.
 
     Raises:
         ConfigError: no such section, or no such family.
@@ -86,9 +104,14 @@ def _model(run: Mapping[str, Any], run_file: str, checkpoint: Path) -> ModelSect
     source = f"{checkpoint}: state.json"
     try:
         return model_of(run, source)
-    except ConfigError:
-        if not run.get("plugins") or not consented(checkpoint.resolve().parent.parent, run_file.encode()):
+    except ConfigError as error:
+        if not run.get("plugins"):
             raise
+        if not trust and not consented(checkpoint.resolve().parent.parent, run_file.encode()):
+            raise ConfigError(
+                f"{error}; the run names plug-ins ({shown(run['plugins'], 200)}): add --trust (Python: trust=True) to "
+                "import them, if you trust whoever wrote it"
+            ) from None
     take_in_plugins(run["plugins"], source)
     return model_of(run, source)
 

@@ -28,7 +28,7 @@ from retouch.config.needs import needed_pictures, require_more_images
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.engine import Launched
 from retouch.engine.speed import choose_kernels
-from retouch.families.loading import DTYPES, component_path, load_component, load_model
+from retouch.families.loading import DTYPES, component_path, load_component, load_model, reading_variant
 from retouch.families.qwen.base import QwenModel
 from retouch.families.qwen.text import ImageTextProcessor, Task, prefix_length
 from retouch.observe import RunDir, Stopwatch
@@ -218,7 +218,8 @@ def load_policy(config: RunConfig) -> tuple[Any, Any, Task]:
     assert isinstance(config.algorithm, VlmGrpoConfig)
     path = component_path(config.model.path, config.model.family)
     dtype = DTYPES[config.model.dtype] if config.algorithm.uses_adapter else torch.float32
-    policy = load_component(Qwen2_5_VLForConditionalGeneration, path, "text_encoder", dtype)
+    with reading_variant(config.model.weights_variant):
+        policy = load_component(Qwen2_5_VLForConditionalGeneration, path, "text_encoder", dtype)
     # saved under the names of its files: under ZeRO-3 transformers would undo renamings that it never did
     policy._weight_conversions = None
     task: Task = getattr(config.model, "variant", "draw")

@@ -138,9 +138,11 @@ class Flux2Model(FamilyModel):
     def schedule(self, num_steps: int, size: tuple[int, int]) -> Schedule:
         """With a shift of the image tokens and of the number of steps; a scheduler without dynamic shifting has its
         own."""
-        if not self.scheduler.config.get("use_dynamic_shifting", False):
+        config = self.scheduler.config
+        if not config.get("use_dynamic_shifting", False):
             return super().schedule(num_steps, size)
-        return FlowSchedule.make(num_steps, flux2_shift(self.image_tokens(size), num_steps))
+        shift = self.dynamic_shift(flux2_shift(self.image_tokens(size), num_steps))
+        return FlowSchedule.make(num_steps, shift, config.get("shift_terminal"))
 
     @torch.no_grad()
     def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:

@@ -56,7 +56,7 @@ class StyleScorer(PackageScorer[StyleReward]):
     def __init__(self, options: StyleReward) -> None:
         self._reader = OcrReward(detect=options.detect, threads=options.threads).make() if options.gate else None
         reading = f" {self._reader.spec.revision}" if self._reader else ""
-        super().__init__(options, f"{options.image_encoder} gate={options.gate}{reading}")
+        super().__init__(options, f"{options.image_encoder} 2 gate={options.gate}{reading}")  # 2: CLIP's normalization
         self._encoder: ImageEncoder | None = None
 
     def load(self, device: str) -> None:
