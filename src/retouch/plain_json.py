@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import cache
 from typing import Any
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -25,12 +26,18 @@ def loads(text: str | bytes, strict: bool = True, *, finite: bool = False, uniqu
     """
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text))
-    hooks: dict[str, Any] = {"object_pairs_hook": _without_doubles} if unique else {}
-    hooks |= {"parse_constant": _finite, "parse_float": _finite, "parse_int": _integer} if finite else {}
     try:
-        return _whole(json.loads(text, strict=strict, **hooks), text)
+        return _whole(_decoder(strict, finite, unique).decode(text), text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+@cache
+def _decoder(strict: bool, finite: bool, unique: bool) -> json.JSONDecoder:
+    """Made once: a list may have a text for each of its lines."""
+    hooks: dict[str, Any] = {"object_pairs_hook": _without_doubles} if unique else {}
+    hooks |= {"parse_constant": _finite, "parse_float": _finite, "parse_int": _integer} if finite else {}
+    return json.JSONDecoder(strict=strict, **hooks)
 
 
 def _finite(number: str) -> float:

@@ -421,3 +421,24 @@ def test_validate_lists_every_doubtful_mask(bench: Bench) -> None:
     again = validation_table(validate(bench.folder, (32, 48))).splitlines()
     assert sum(" check: " in line for line in again) == 2
     assert again[-1] == "10 items can be used; 1 problem; 2 of the masks to check"
+
+
+def test_prompts_without_files_are_not_read_one_by_one(
+    tmp_path: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their list has all that a check needs: no thread, fingerprint or example is made for any of them."""
+
+    def unused(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(checking, "ThreadPoolExecutor", unused)
+    monkeypatch.setattr(checking, "fingerprint", unused)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": " "}\n{"prompt": "b"}\n')
+    for kind, bad in ((PromptsData, "entry 1"), (ManifestData, "item 1")):
+        section = kind.model_validate({"path": str(tmp_path / "p.jsonl")})
+        assert ids(load_dataset(section)) == [0, 2]
+        with pytest.raises(DataError, match=f"the first: {bad}: "):
+            load_dataset(section.model_copy(update={"max_bad_items": 0}))
+    with pytest.raises(DataError, match="item 0: image_path missing, which the run needs"):
+        load_dataset(section, needs={"source"})
+    assert read == []

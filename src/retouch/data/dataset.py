@@ -144,8 +144,11 @@ def load_dataset(
     if len(set(processes.gather_list([hashlib.sha256(told.encode()).digest()]))) > 1:
         raise DataError(f"{purpose}: {config.path} does not list the same items on all machines; give them equal files")
     files = [item for item in listed if isinstance(item, ItemFiles)]
-    memory = memory_of(config, needs) if any(map(files_of, files)) else None
-    problems = iter(find_problems(files, partial(check_item, config=config, needs=needs), purpose, processes, memory))
+    check = partial(check_item, config=config, needs=needs)
+    if any(map(files_of, files)):
+        problems = iter(find_problems(files, check, purpose, processes, memory_of(config, needs)))
+    else:  # of prompts alone, every process looks at all: that takes less than to share them
+        problems = (check(item) if "lines" in item.metadata else _missing(item, config, needs) for item in files)
     verdicts = [item if isinstance(item, ItemError) else next(problems) or item for item in listed]
     doubts = [verdict for verdict in verdicts if isinstance(verdict, ItemDoubt)]
     outcomes = [item if isinstance(one, ItemDoubt) else one for one, item in zip(verdicts, listed, strict=True)]
@@ -217,18 +220,25 @@ def examine(
     item: ItemFiles, config: DataSection, needs: Collection[str] = (), crop: MaskCrop | None = None
 ) -> tuple[Example, Reading] | ItemError:
     """The result of `read_item`, or why the item cannot be used."""
+    try:
+        return _missing(item, config, needs) or read_item(item, config, crop)
+    except (ImageProblem, DataError) as error:
+        return ItemError(f"item {item.id}", str(error))
+
+
+def _missing(item: ItemFiles, config: DataSection, needs: Collection[str]) -> ItemError | None:
+    """The error of an item without a prompt, or without a file that the run needs."""
     if not item.prompt.strip():
         return ItemError(f"item {item.id}", "the prompt is empty; give it a text")
+    if not needs:
+        return None
     if config.image_options.reference != "given" and item.source_path and item.mask_path:
         needs = set(needs) - {"reference"}  # it is cut out of the image
     keys = {"source": "image_path"}  # of a manifest
     missing = [keys.get(name, f"{name}_path") for name in needs if getattr(item, f"{name}_path") is None]
     if missing:
         return ItemError(f"item {item.id}", f"{', '.join(sorted(missing))} missing, which the run needs")
-    try:
-        return read_item(item, config, crop)
-    except (ImageProblem, DataError) as error:
-        return ItemError(f"item {item.id}", str(error))
+    return None
 
 
 def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None) -> tuple[Example, Reading]:
