@@ -14,7 +14,17 @@ from retouch.imaging import as_shown, open_image, packed, read_mask, to_rgb
 from retouch.rewards import wire
 
 from .conftest import box_mask, pixels
-from .image_files import ADOBE_RGB, DISPLAY_P3, PROPHOTO, SRGB, Matrix, grey_profile, rgb_profile, srgb_of
+from .image_files import (
+    ADOBE_RGB,
+    DISPLAY_P3,
+    PROPHOTO,
+    SRGB,
+    Matrix,
+    grey_profile,
+    rgb_profile,
+    scanner_profile,
+    srgb_of,
+)
 
 GRID = np.stack(np.meshgrid(*[np.linspace(0, 255, 9).astype(np.uint8)] * 3), -1).reshape(27, 27, 3)
 ADOBE = rgb_profile(ADOBE_RGB, 2.2)
@@ -124,3 +134,18 @@ def test_red_paint_of_a_wide_profile_is_a_mask() -> None:
     page.paste((179, 70, 26), (0, 0), box_mask())
     mask, channel = read_mask(as_shown(Image.open(io.BytesIO(saved(page, profile)))), "m.png")
     assert channel == "red" and pixels(mask) == pixels(box_mask())
+
+
+def test_damaged_profiles_are_read_or_ignored() -> None:
+    """Whatever stands in a file of somebody else: no error but those of a broken image."""
+    draw = np.random.default_rng(0)
+    image = Image.fromarray(GRID[:4])
+    for profile in (ADOBE, grey_profile(1.75), scanner_profile()):
+        for mode in ("RGB", "L", "RGBA", "CMYK"):
+            for _ in range(20):
+                data = bytearray(profile)
+                for place in draw.integers(0, len(data), draw.integers(1, 8)):
+                    data[place] = draw.integers(0, 256)
+                given = image.convert(mode)
+                given.info["icc_profile"] = bytes(data[: draw.integers(100, len(data) + 1)])
+                assert in_srgb(given).size == image.size

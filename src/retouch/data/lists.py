@@ -92,7 +92,7 @@ def parsed(text: str, where: str, remedy: str | None = None) -> Any:
 
 
 _MAY_BE_INFINITE = re.compile(r"NaN|Infinity|[0-9][eE]\+?[0-9]{3}")
-"""What a text holds if one of its numbers is NaN or infinite, and some strings hold, too."""
+"""Matches every text with a number that is NaN or infinite, and some texts with such words in strings."""
 
 
 def _infinite(value: Any) -> tuple[str, ...] | None:
@@ -274,7 +274,7 @@ def keys_in_place_of(names: Sequence[str], entry: Mapping[str, Any]) -> str:
 
 
 def near_keys(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Keys of an entry -> the names of which they differ in capitals and blanks alone, if the entry lacks these."""
+    """Keys of an entry -> the names of which they differ in capitals and blanks alone, where the entry has no such."""
     odd = {key: folded for key in entry if (folded := key.strip().casefold()) != key and entry[key]}
     if not odd:
         return {}

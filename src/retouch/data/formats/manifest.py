@@ -173,7 +173,7 @@ def _more_images(entry: Mapping[str, Any], image: Path | None) -> list[str]:
 
 def _first(entry: Mapping[str, Any], keys: Sequence[str]) -> str:
     """The first of the keys that an entry has a value under; if there is none, the first key."""
-    for key in keys:  # a list may have a million entries, and each is asked for every file
+    for key in keys:  # a loop is fast: a list may have a million entries, each with all these keys
         if entry.get(key):
             return key
     return keys[0]
