@@ -112,7 +112,7 @@ def read_file_image(path: Path | PackedImage) -> FileImage:
         ImageProblem: as `open_image`.
     """
     with opened(path) as image:
-        raw, turned = _raw_mode(image), image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+        raw, turned = _raw_mode(image), image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
         image.load()
         words = _words(path, image, raw)
         profile, about = image.info.pop("icc_profile", None) or None, _about(image, turned=turned)

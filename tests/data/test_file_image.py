@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -335,3 +336,23 @@ def test_16_bits_are_read_by_other_readers(tmp_path: Path) -> None:
     for name in ("a.png", "a.tif"):  # compressed, as programs write them
         cv2.imwrite(str(tmp_path / name), RGB_16[..., ::-1])
         assert np.array_equal(read_file_image(tmp_path / name).values, RGB_16)
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_a_tiff_is_turned_once(orientation: int, tmp_path: Path) -> None:
+    """Pillow turns a TIFF when it decodes it, also each of the two times for 16 bits."""
+    write_tiff_of(tmp_path / "a.tif", RGB_16, "<", (274, 3, 1, orientation))
+    turn = {1: 0, 3: 2, 6: -1}[orientation]
+    sample = read_file_image(tmp_path / "a.tif")
+    assert np.array_equal(sample.values, np.rot90(RGB_16, turn))
+    assert open_image(tmp_path / "a.tif").size == sample.values.shape[1::-1]
+    sample.save(tmp_path / "out.png")
+    assert open_image(tmp_path / "out.png").size == sample.values.shape[1::-1]
+
+
+def test_an_orientation_that_is_no_number(tmp_path: Path) -> None:
+    exif = struct.pack("<2sHIHHHIII", b"II", 42, 8, 1, 0x0112, 2, 8, 26, 0) + b"upright\0"
+    Image.fromarray(RGB).save(tmp_path / "a.png", exif=exif)
+    sample = read_file_image(tmp_path / "a.png")
+    sample.save(tmp_path / "out.png")
+    assert np.array_equal(sample.values, RGB) and np.array_equal(png_values(tmp_path / "out.png"), RGB)
