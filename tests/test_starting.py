@@ -272,3 +272,20 @@ def test_what_cannot_be_started(photos: Path, tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "run.yaml").read_text(encoding="utf-8"))["rewards"] == {
         "clip": {"url": "auto", "device": "auto"}
     }
+
+
+def test_the_run_file_works_from_any_folder(
+    photos: Path, signs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths of lists beside it, and those that were given relative to the working directory."""
+    shutil.copytree(signs / "targets", tmp_path / "signs")
+    shutil.copytree(photos, tmp_path / "photos")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for folder in ("photos", "signs"):
+        assert retouch("init", folder, "--out", f"made/{folder}/run.yaml", "--model", "tiny").code == 0
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for folder in ("photos", "signs"):
+        assert retouch("data", "validate", f"../made/{folder}/run.yaml").code == 0
+    shutil.move(tmp_path / "made/photos", tmp_path / "made/moved")
+    assert retouch("data", "validate", tmp_path / "made/moved/run.yaml").code == 0

@@ -23,7 +23,7 @@ from retouch.data.base import ItemFiles
 from retouch.data.dataset import read_item
 from retouch.engine import CheckpointError
 from retouch.families.flux_fill.model import FluxFill
-from retouch.imaging import MaskCrop, open_image, write_new_png
+from retouch.imaging import MaskCrop, open_image, to_rgb, write_new_png
 from retouch.lines import parse_lines
 from retouch.training.evaluation import Evaluation
 from retouch.use.comparison import comparison_table, gains
@@ -33,6 +33,8 @@ from retouch.use.regions import template_prompt
 from retouch.use.sampling import free_paths
 from retouch.use.trained import Trained
 from tests.command_line import Outcome, retouch
+from tests.data.image_files import png_values
+from tests.data.test_file_image import CASES
 
 Finished = Callable[[str], Path]
 
@@ -647,8 +649,8 @@ def refused(outcome: Outcome) -> str:
             ["--data", "nowhere.pdf"],
             (
                 "nowhere.pdf: no such file or folder; expected a mapping_file.json, a self_bench.txt, a "
-                "cross_bench.txt, a .txt of prompts, a manifest (.json, .jsonl, .csv), an imagefolder (metadata.jsonl "
-                "or metadata.csv)"
+                "cross_bench.txt, a .txt of prompts, a manifest (.json, .jsonl, .csv, .tsv), an imagefolder "
+                "(metadata.jsonl or metadata.csv)"
             ),
         ),
         (
@@ -864,3 +866,37 @@ def test_two_processes_that_sample_into_one_folder(
     assert pixels(written)[0, 0].tolist() == [0, 0, 255]
     assert not links or pixels(tmp_path / "a.png")[0, 0].tolist() == [255, 0, 0]
     assert not list(tmp_path.glob(".*"))
+
+
+# --- a sample in the space of its file ---
+
+
+def test_samples_keep_the_values_of_their_files(finished: Finished, tmp_path: Path) -> None:
+    """Six kinds of files in one list, each read back by a reader that is not Pillow's."""
+    cases = [case for case in CASES if case.name in _SAMPLED]
+    assert len(cases) == len(_SAMPLED)
+    entries: list[dict[str, str]] = []
+    for case in cases:
+        case.write(tmp_path / case.name)
+        with Image.open(tmp_path / case.name) as image:
+            size = ImageOps.exif_transpose(image).size
+        mask = Image.new("L", size)
+        mask.paste(255, (4, 4, 12, 10))
+        mask.save(tmp_path / f"{case.name}-mask.png")
+        entries.append({"image": case.name, "mask": f"{case.name}-mask.png", "prompt": "The text is 'MOON'."})
+    (tmp_path / "list.json").write_text(json.dumps(entries))
+    run = ("--run", finished("full"), "--data", tmp_path / "list.json", "--steps", 1)
+    outcome = retouch("sample", *run, "--fit", "stretch", "--out", tmp_path / "out")
+    assert outcome.code == 0, outcome.err
+    for case, written in zip(cases, outcome.out.splitlines(), strict=True):
+        values = png_values(Path(written))
+        kept = np.asarray(to_rgb(open_image(tmp_path / case.name))) if case.values is None else case.values
+        hole = inside(tmp_path / f"{case.name}-mask.png")
+        assert values.dtype == kept.dtype and np.array_equal(values[~hole], kept[~hole])
+        assert not np.array_equal(values[hole], kept[hole])
+        with Image.open(written) as image:
+            assert image.info.get("icc_profile") == case.profile
+    assert "cmyk.tif: CMYK colours, which a PNG cannot hold" in " ".join(outcome.err.split())
+
+
+_SAMPLED = ("rgb-alpha-16.png", "prophoto-16.png", "p3-alpha.png", "grey-16.tif", "orientation6.jpg", "cmyk.tif")

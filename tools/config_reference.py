@@ -72,7 +72,8 @@ A run is one YAML file. These pages list every key; this page has the top level.
 - **Overrides.** A dotted name on the command line replaces any key: `retouch train RUN.yaml rollout.group_size=4`.
   `rewards.NAME={{…}}` and `rewards={{…}}` add rewards; `rewards.NAME.KEY=` changes a reward of the run, and is an error
   for another.
-- **Variables.** `${{VAR}}` and `${{VAR:-default}}` are replaced by environment variables.
+- **Variables.** `${{VAR}}` and `${{VAR:-default}}` are replaced by environment variables, `${{THIS_DIR}}` by the folder
+  of the file that it stands in. `$${{` stands for `${{`. Other relative paths start from the working directory.
 - **Validation.** `retouch check RUN.yaml` validates a file without loading models and prints the derived numbers. An
   unknown key is an error that names the nearest valid key.
 - **Inheritance.** `extends: OTHER.yaml`, relative to the file that contains it, adds the keys of the other file that

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,18 @@ def file_in(path: str | Path, name: str) -> Path:
     """The file `name` of a folder; a path that is no folder itself. Raises as `expanded`."""
     found = expanded(path)
     return found / name if found.is_dir() else found
+
+
+def on_disk(path: Path) -> Path:
+    """A path with accents as the disk has them: macOS writes é as two characters (NFD), most programs write it as one
+    (NFC). Unchanged if it exists, or if its other form does not either."""
+    if str(path).isascii() or os.path.exists(path):  # noqa: PTH110  no error for names that are no path
+        return path
+    found = Path(path.anchor)
+    for part in path.relative_to(path.anchor).parts:
+        forms = (found / unicodedata.normalize(form, part) for form in ("NFC", "NFD"))
+        found = next((place for place in forms if os.path.exists(place)), found / part)  # noqa: PTH110
+    return found if os.path.exists(found) else path  # noqa: PTH110
 
 
 def require_no_link(path: Path) -> None:

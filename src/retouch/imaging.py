@@ -9,16 +9,18 @@ import hashlib
 import io
 import os
 import unicodedata
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
+from retouch.colour_profiles import in_srgb
 from retouch.errors import ImageProblem
 
 Pixels = NDArray[np.uint8]
@@ -52,19 +54,44 @@ class PackedImage:
 
 
 def packed(image: Image.Image, name: str) -> PackedImage:
-    """An image in memory in place of a file.
+    """An image in memory in place of a file: with its own values, profile, EXIF and resolution where a PNG can hold
+    them, else `as_shown`.
 
     Args:
         name: in place of a path in messages.
     """
     stream = io.BytesIO()
-    shown = as_shown(image)
-    (shown if shown.mode in _PNG_MODES else to_rgb(shown)).save(stream, "PNG")
+    if image.mode in _PNG_MODES:
+        exif = image.info.get("exif")
+        upright = image if exif else ImageOps.exif_transpose(image)  # XMP, which a PNG of Pillow does not keep
+        about = {name: value for name, value in (("exif", exif), ("dpi", resolution_of(image))) if value}
+        upright.save(stream, "PNG", **about)
+    else:
+        to_rgb(as_shown(image)).save(stream, "PNG")
     data = stream.getvalue()
     return PackedImage(name, lambda: data, hashlib.sha256(data).hexdigest())
 
 
-_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+
+
+def resolution_of(image: Image.Image) -> tuple[float, float] | None:
+    """Pixels per inch, (x, y), that an image states; None without usable ones."""
+    try:
+        x, y = map(float, image.info["dpi"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    return (x, y) if 0 < x < _MOST_DPI and 0 < y < _MOST_DPI else None
+
+
+_MOST_DPI = 1e6
+"""A PNG holds pixels per metre in 32 bits."""
+
+
+class Writable(Protocol):
+    """An image that is written to a file: of Pillow, or in the space of another file."""
+
+    def save(self, fp: Path, format: str) -> None: ...
 
 
 def write_png(image: Image.Image, path: Path, about: Mapping[str, str] | None = None) -> None:
@@ -96,7 +123,7 @@ def png_text(path: Path, name: str) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def write_new_png(image: Image.Image, next_free: Callable[[], Path]) -> Path:
+def write_new_png(image: Writable, next_free: Callable[[], Path]) -> Path:
     """Write an image at once to a path that does not exist -> the path. No file is replaced, also not one that another
     process writes at the same time.
 
@@ -126,11 +153,13 @@ _PROGRAMS = ("EPS",)
 """Formats that Pillow passes to another program, which runs them."""
 
 
-def open_image(path: Path | PackedImage) -> Image.Image:
-    """Open and decode an image, `as_shown`.
+@contextmanager
+def opened(path: Path | PackedImage) -> Iterator[Image.Image]:
+    """An image file that is open and not yet decoded.
 
     Raises:
-        ImageProblem: missing, not an image, truncated, floating-point values, or a program in PostScript.
+        ImageProblem: missing, not an image, or a program in PostScript; truncated, where it is decoded within the
+            block.
     """
     if isinstance(path, Path) and os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113  no error
         raise ImageProblem(f"{path}: not a file")  # opening a pipe would wait for its other end
@@ -138,7 +167,7 @@ def open_image(path: Path | PackedImage) -> Image.Image:
         with Image.open(io.BytesIO(path.read()) if isinstance(path, PackedImage) else path) as image:
             if image.format in _PROGRAMS:
                 raise ImageProblem(f"{path}: {image.format}, a program for a printer; convert it to PNG or JPEG")
-            shown = as_shown(image)
+            yield image
     except FileNotFoundError:
         raise ImageProblem(f"{path}: no such file") from None
     except UnidentifiedImageError:
@@ -147,19 +176,47 @@ def open_image(path: Path | PackedImage) -> Image.Image:
         raise ImageProblem(f"{path}: damaged image ({error}); replace the file") from None
     except Image.DecompressionBombError as error:
         raise ImageProblem(f"{path}: too large ({error}); scale it down first") from None
+
+
+def open_image(path: Path | PackedImage) -> Image.Image:
+    """Open and decode an image, `as_shown`.
+
+    Raises:
+        ImageProblem: missing, not an image, truncated, signed, 32-bit or floating-point values, or a program in
+            PostScript.
+    """
+    with opened(path) as image:
+        if image.mode == "I" and image.format == "TIFF":  # their scale is unknown: a mask may hold 0 and 1, or 65535
+            low, high = image.getextrema()
+            raise ImageProblem(
+                f"{path}: holds signed or 32-bit integers, values {low} to {high}; convert it to an 8-bit PNG or JPEG, "
+                "values 0 to 255"
+            )
+        shown = as_shown(image)
     if shown.mode == "F":
         raise ImageProblem(f"{path}: holds floating-point values; convert it to an 8-bit PNG or JPEG")
     return shown
 
 
 def as_shown(image: Image.Image) -> Image.Image:
-    """An opened image, decoded: upright (EXIF orientation applied, as viewers and mask editors do), with 8 bits a
-    channel, except floating-point values."""
+    """An opened image, decoded: upright (EXIF orientation applied, as viewers and mask editors do), in sRGB
+    (`in_srgb`), with 8 bits a channel, except floating-point values."""
     image.load()
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I"):  # 16 bits: Pillow's own conversion clips all but the darkest 255 levels to white
-        return Image.fromarray((np.asarray(upright) >> 8).clip(0, 255).astype(np.uint8), "L")
-    return upright
+        levels = np.asarray(upright)
+        grey = Image.fromarray((levels >> 8).clip(0, 255).astype(np.uint8), "L")
+        grey.info = {name: upright.info[name] for name in ("icc_profile",) if name in upright.info}
+        if isinstance(key := upright.info.get("transparency"), int):
+            grey.putalpha(Image.fromarray(np.where(levels == key, np.uint8(0), np.uint8(255))))
+        upright = grey
+    elif upright.mode in _STRAIGHT:
+        upright = upright.convert(_STRAIGHT[upright.mode])
+    return in_srgb(upright)
+
+
+_STRAIGHT = {"La": "LA", "RGBa": "RGBA"}
+"""Mode whose colours are multiplied by alpha -> the mode whose colours are not."""
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -189,22 +246,86 @@ def mask_levels(image: Image.Image) -> tuple[Pixels, str]:
     return (paint if (paint >= MASK_THRESHOLD).any() else rgba[..., 0]), "red"
 
 
+@dataclass(frozen=True)
+class MaskReading:
+    """A mask, and how it was read.
+
+    Attributes:
+        mask: mode "L", 0 and 255.
+        channel: channel of the file that the mask was read from.
+        doubt: why the file may be no mask, or an inverted one, with its levels; None: nothing speaks for it.
+    """
+
+    mask: Image.Image
+    channel: str
+    doubt: str | None = None
+
+
 def read_mask(image: Image.Image, name: str, *, invert: bool = False) -> tuple[Image.Image, str]:
     """A 0/255 mask of mode "L" from `mask_levels`, and its channel.
 
     Raises:
         ImageProblem: the mask is empty (nothing to repaint) or full (nothing to keep).
     """
+    reading = mask_reading(image, name, invert=invert)
+    return reading.mask, reading.channel
+
+
+def mask_reading(image: Image.Image, name: str, *, invert: bool = False) -> MaskReading:
+    """As `read_mask`, with a doubt about the file if there is one."""
     values, channel = mask_levels(image)
-    mask = (values >= MASK_THRESHOLD) != invert
-    share = float(mask.mean())
+    masked = (values >= MASK_THRESHOLD) != invert
+    share = float(masked.mean())
     if share == 0.0 or share == 1.0:
         what = "empty: nothing to repaint" if share == 0.0 else "full: nothing to keep"
         seen = f"{channel} channel, values {values.min()} to {values.max()}, threshold {MASK_THRESHOLD}"
         paint, rest = ("black", "white") if invert else ("white", "black")
         hint = f"paint the area to repaint {paint}, the rest {rest} (data.invert_mask={str(invert).lower()})"
         raise ImageProblem(f"{name}: the mask ({seen}) is {what}; {hint}")
-    return Image.fromarray(mask.astype(np.uint8) * 255, "L"), channel
+    mask = Image.fromarray(masked.astype(np.uint8) * 255, "L")
+    doubt = MAY_BE_INVERTED if not invert and may_be_inverted(mask, channel) else None
+    return MaskReading(mask, channel, doubt or _photograph(values, channel))
+
+
+MAY_BE_INVERTED = (
+    "opaque pixels are repainted, but the border of this mask is opaque, as in an image with an erased region; if "
+    "transparent pixels mark the region to repaint, set data.invert_mask=true"
+)
+
+_FEW_LEVELS = 64
+"""Grey levels of a mask with soft edges; a photograph has more."""
+
+_PLATEAU = 4
+"""Distance to the median level of the masked region, and of the kept one, within which most pixels of a mask lie, also
+after JPEG."""
+
+
+_FAR_SHARE = 0.6
+"""Share of the pixels far from both levels above which a file is no mask. Photographs have .8 and more, a mask that is
+blurred by a tenth of its size has .5."""
+
+
+def _photograph(values: Pixels, channel: str) -> str | None:
+    """The doubt about a mask with the levels of a photograph: many, and most pixels far from two of them."""
+    counts = np.bincount(values.ravel(), minlength=256)
+    levels = int((counts > 0).sum())
+    if levels <= _FEW_LEVELS:
+        return None
+    kept, masked = _far_from_median(counts[:MASK_THRESHOLD]), _far_from_median(counts[MASK_THRESHOLD:])
+    # red paint lies on a photograph; it is of one colour, and what is red in a photograph is not
+    far = masked / counts[MASK_THRESHOLD:].sum() if channel == "red" else (kept + masked) / counts.sum()
+    if far <= _FAR_SHARE:
+        return None
+    return (
+        f"{levels} grey levels in the {channel} channel, {far:.0%} of the pixels far from two levels: a photograph has "
+        "these, a mask has black, white and soft edges; were image and mask exchanged?"
+    )
+
+
+def _far_from_median(counts: NDArray[np.int64]) -> int:
+    """The pixels whose level is further than `_PLATEAU` from the median level, of a histogram."""
+    median = int(np.searchsorted(np.cumsum(counts), counts.sum() / 2))
+    return int(counts.sum() - counts[max(0, median - _PLATEAU) : median + _PLATEAU + 1].sum())
 
 
 def may_be_inverted(mask: Image.Image, channel: str) -> bool:
@@ -311,14 +432,23 @@ def paste_back(source: Pixels, generated: Pixels, mask: Pixels, feather: float =
     """`generated` inside the mask, `source` outside, per pixel.
 
     Args:
+        feather: as of `mask_weights`.
+    """
+    weights = mask_weights(mask, feather)[..., None]
+    return np.rint(source + weights * (generated.astype(np.float32) - source)).clip(0, 255).astype(np.uint8)
+
+
+def mask_weights(mask: Pixels, feather: float = 0.0) -> NDArray[np.float32]:
+    """Share of the generated image in each pixel of a composite: 1 inside the mask, 0 outside.
+
+    Args:
         feather: radius in pixels of a soft edge, inside the mask only: outside it the source is kept bit for bit.
     """
     alpha = (mask >= MASK_THRESHOLD).astype(np.float32)
     if feather > 0:
         soft = Image.fromarray((alpha * 255).astype(np.uint8), "L").filter(ImageFilter.GaussianBlur(feather))
         alpha *= np.clip(np.asarray(soft, np.float32) / 127.5 - 1, 0, 1)
-    blend = source + alpha[..., None] * (generated.astype(np.float32) - source)
-    return np.rint(blend).clip(0, 255).astype(np.uint8)
+    return alpha
 
 
 def fit_size(size: tuple[int, int], target: tuple[int, int], fit: Fit, keep: Box | None) -> tuple[tuple[int, int], Box]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import cache
 from typing import Any
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Escapes of half a surrogate pair, which a whole pair has too."""
 
 
-def loads(text: str | bytes, strict: bool = True, *, finite: bool = False) -> Any:
+def loads(text: str | bytes, strict: bool = True, *, finite: bool = False, unique: bool = False) -> Any:
     """The value of a JSON text.
 
     Args:
         strict: False also takes line breaks and tabs within strings, which language models write.
         finite: every number must fit a float: no NaN, infinity or integer of hundreds of digits.
+        unique: no object may hold a key twice with different values.
 
     Raises:
         ValueError: not JSON, nested deeper than Python reads, an integer of too many digits, not UTF-8, or a string
@@ -24,11 +26,18 @@ def loads(text: str | bytes, strict: bool = True, *, finite: bool = False) -> An
     """
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text))
-    hooks = {"parse_constant": _finite, "parse_float": _finite, "parse_int": _integer} if finite else {}
     try:
-        return _whole(json.loads(text, strict=strict, **hooks), text)
+        return _whole(_decoder(strict, finite, unique).decode(text), text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+@cache
+def _decoder(strict: bool, finite: bool, unique: bool) -> json.JSONDecoder:
+    """Made once: a list may have a text for each of its lines."""
+    hooks: dict[str, Any] = {"object_pairs_hook": _without_doubles} if unique else {}
+    hooks |= {"parse_constant": _finite, "parse_float": _finite, "parse_int": _integer} if finite else {}
+    return json.JSONDecoder(strict=strict, **hooks)
 
 
 def _finite(number: str) -> float:
@@ -105,10 +114,11 @@ class _Ambiguous(ValueError):
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if found.setdefault(key, value) != value:
-            raise _Ambiguous(f"{key[:80]} is given twice, with different values")
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for key, value in pairs:
+            if value != found[key]:
+                raise _Ambiguous(f"{key[:80]} is given twice, with different values")
     return found
 
 

@@ -597,3 +597,54 @@ def test_dotted_keys_and_sections_mean_the_same() -> None:
 def test_a_key_that_is_given_twice(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"override a(\.b)?: given more than once; give it once"):
         overlaid({}, changes)
+
+
+# --- what is text, and no variable or comment ---
+
+
+def test_a_variable_that_holds_a_variable_is_read_back_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dump is read with the variables of another day, and they are no part of the run."""
+    monkeypatch.setenv("PLACE", "/a/${HOME}/$${HOME}/$x/${NONE:-b}")
+    run = parse_run(BASE, ["data.path='${PLACE}'", "name=a"])
+    assert run.data.path == "/a/${HOME}/$${HOME}/$x/${NONE:-b}"
+    (tmp_path / "config.yaml").write_text(dump_run(run), encoding="utf-8")
+    monkeypatch.delenv("PLACE")
+    assert load_run(tmp_path / "config.yaml", trust=False) == run  # names no variable that would need consent
+    assert dump_run(load_run(tmp_path / "config.yaml")) == dump_run(run)
+
+
+def test_two_dollars_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACE", "x")
+    for text, value in (("$${PLACE}", "${PLACE}"), ("$$${PLACE}", "$${PLACE}"), ("$$x ${PLACE}", "$$x x")):
+        assert parse_run(BASE, [f"data.path='{text}'"]).data.path == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("/a/b #1", "/a/b #1"),
+        ("#1", "#1"),
+        (" /a #1 # 2 ", "/a #1 # 2"),
+        ("/a/b\t#1", "/a/b\t#1"),
+        ("/a#1", "/a#1"),
+        ("'/a/b #1'", "/a/b #1"),
+        ('"/a" # a comment behind quotes', "/a"),
+    ],
+)
+def test_an_override_holds_no_comment(text: str, value: str) -> None:
+    assert parse_run(BASE, [f"data.path={text}"]).data.path == value
+
+
+def test_this_dir_is_the_folder_of_the_file_that_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one that is extended, and from any working directory."""
+    folder = tmp_path / "${A} b"
+    folder.mkdir()
+    (folder / "base.yaml").write_text(yaml.safe_dump({**BASE, "data": {**BASE["data"], "path": "${THIS_DIR}/l.json"}}))
+    (tmp_path / "run.yaml").write_text('extends: "${A} b/base.yaml"\nlogging: {dir: "${THIS_DIR}/runs"}\n')
+    monkeypatch.chdir(tmp_path)
+    near = load_run("run.yaml")
+    monkeypatch.chdir("/")
+    far = load_run(tmp_path / "run.yaml")
+    assert near == far and near.data.path == f"{folder}/l.json" and str(near.logging.dir) == f"{tmp_path}/runs"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -23,7 +24,7 @@ from retouch.data.checking import find_problems, fingerprint, in_threads
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.formats.prompts import PromptsData
-from retouch.data.validate import validate
+from retouch.data.validate import validate, validation_table
 from retouch.machine import Machine
 from retouch.types import Processes
 
@@ -367,3 +368,77 @@ def test_what_takes_long_says_how_far_it_is(
     assert [r.getMessage() for r in caplog.records] == [
         f"warmup_data: checked {n} of the 3 items of this process" for n in (1, 2, 3)
     ]
+
+
+# --- doubtful masks ---
+
+
+def doubtful(bench: Bench) -> Bench:
+    """Item 2 has an erased mask, item 3 a photograph in place of one."""
+    erased = picture().convert("RGBA")
+    erased.putalpha(box_mask().point(lambda v: 255 - v))
+    levels = (
+        np.tile(np.linspace(0, 255, 48).astype(np.uint8), (32, 1)) // 2 + np.arange(32, dtype=np.uint8)[:, None] * 3
+    )
+    return bench.add(1).add(2, mask=erased).add(3, mask=Image.fromarray(levels)).list(["1-A", "2-B", "3-C"])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_doubtful_masks_are_reported_at_every_start(
+    size: int, bench: Bench, read: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for all of them, used, and not read again."""
+    config = doubtful(bench).config(max_bad_items=0)
+    for start, reads in enumerate(([1, 2, 3], [])):
+        read.clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "retouch"):
+            outcomes = on_ranks(size, lambda rank: load_dataset(config, "data", (), rank))
+        assert [ids(data) for data in outcomes] == [[1, 2, 3]] * size
+        [record] = caplog.records
+        assert record.getMessage().startswith("data: masks of 2 of 3 items are doubtful; the first: item 2: ")
+        assert ("the border of this mask is opaque" in record.getMessage()) == (start == 0)
+        assert record.getMessage().endswith(". `retouch data validate` lists all")
+        assert sorted(read) == reads
+    touch(bench.folder / "test2_mask.png")
+    read.clear()
+    load_dataset(config)
+    assert read == [2]
+
+
+def test_validate_lists_every_doubtful_mask(bench: Bench) -> None:
+    """Also beyond the first good items, and beside problems."""
+    doubtful(bench)
+    for number in range(4, 12):
+        bench.add(number)
+    bench.list(f"{number}-A" for number in [*range(4, 12), 1, 2, 3])
+    table = validation_table(validate(bench.folder, (32, 48)))
+    lines = table.splitlines()
+    assert [line.split()[2] for line in lines if " check: " in line] == ["2", "3"]
+    assert "grey levels in the luminance channel" in table and "the border of this mask is opaque" in table
+    assert lines[-1] == "11 items can be used; 2 of the masks to check"
+    damage(bench.folder / "test4_source.png")
+    again = validation_table(validate(bench.folder, (32, 48))).splitlines()
+    assert sum(" check: " in line for line in again) == 2
+    assert again[-1] == "10 items can be used; 1 problem; 2 of the masks to check"
+
+
+def test_prompts_without_files_are_not_read_one_by_one(
+    tmp_path: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their list has all that a check needs: no thread, fingerprint or example is made for any of them."""
+
+    def unused(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(checking, "ThreadPoolExecutor", unused)
+    monkeypatch.setattr(checking, "fingerprint", unused)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": " "}\n{"prompt": "b"}\n')
+    for kind, bad in ((PromptsData, "entry 1"), (ManifestData, "item 1")):
+        section = kind.model_validate({"path": str(tmp_path / "p.jsonl")})
+        assert ids(load_dataset(section)) == [0, 2]
+        with pytest.raises(DataError, match=f"the first: {bad}: "):
+            load_dataset(section.model_copy(update={"max_bad_items": 0}))
+    with pytest.raises(DataError, match="item 0: image_path missing, which the run needs"):
+        load_dataset(section, needs={"source"})
+    assert read == []

@@ -338,10 +338,10 @@ def test_an_item_without_a_mask_has_no_channel(bench: Bench) -> None:
 
 def test_a_path_that_is_no_data(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        validate(tmp_path / "data.tsv", (32, 32))
+        validate(tmp_path / "data.xlsx", (32, 32))
     assert str(caught.value) == (
-        f"{tmp_path}/data.tsv: no such file or folder; expected a mapping_file.json, a self_bench.txt, a "
-        "cross_bench.txt, a .txt of prompts, a manifest (.json, .jsonl, .csv), an imagefolder (metadata.jsonl or "
+        f"{tmp_path}/data.xlsx: no such file or folder; expected a mapping_file.json, a self_bench.txt, a "
+        "cross_bench.txt, a .txt of prompts, a manifest (.json, .jsonl, .csv, .tsv), an imagefolder (metadata.jsonl or "
         "metadata.csv), or a run file"
     )
     with pytest.raises(ConfigError, match="no such run file"):

@@ -163,7 +163,7 @@ def test_imgedit_names_entries_that_are_broken(tmp_path: Path) -> None:
     found = ImgEditData(path=str(tmp_path)).list_items()
     assert [str(one) for one in found] == [
         "basic_edit.json a: the key 'a' must be a number",
-        "basic_edit.json 1: edit_type, prompt missing or empty",
+        "basic_edit.json 1: edit_type, prompt missing or empty; its keys are 'id', 'prompt'",
         "basic_edit.json 2: 3 is not an object",
     ]
     with pytest.raises(DataError, match=r"no such file; set the basic_edit.json of ImgEdit"):
@@ -192,5 +192,5 @@ def test_geneval_names_lines_that_are_broken(tmp_path: Path) -> None:
     assert [str(one) for one in GenEvalData(path=str(path)).list_items()] == [
         "m.jsonl line 1: include must be a list of objects with class and count",
         "m.jsonl line 2: tag is 1; it must be a string",
-        "m.jsonl line 3: prompt missing or empty",
+        "m.jsonl line 3: prompt missing or empty; its keys are 'tag'",
     ]

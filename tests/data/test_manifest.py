@@ -166,7 +166,7 @@ def test_text_is_a_caption_of_an_imagefolder_alone(folder: Path) -> None:
     (found,) = items(manifest(folder, [{"file_name": "a.png", "prompt": "a sign", "text": "HI"}]))
     assert (found.prompt, dict(found.metadata)) == ("a sign", {"text": "HI"})
     (listed,) = manifest(folder, [{"image": "a.png", "text": "HI"}]).items()
-    assert str(listed) == "entry 0: prompt missing or empty; each entry needs one"
+    assert str(listed) == "entry 0: prompt missing or empty; each entry needs one; its keys are 'image', 'text'"
 
 
 CSV = 'image_path,mask_path,prompt,id,note\na.png,m.png,"a sign, old",7,\nb.png,m.png,"it says ""HI""",,x\n\n'
@@ -226,7 +226,7 @@ def test_paths_start_from_the_manifest_or_from_image_root(folder: Path, tmp_path
         ([], "entry 1: [] is not an object"),
         (
             {"image_path": "a.png"},
-            "entry 1: prompt missing or empty; each entry needs one",
+            "entry 1: prompt missing or empty; each entry needs one; its keys are 'image_path'",
         ),
         (
             {**ENTRY, "prompt": ""},

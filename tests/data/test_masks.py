@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFilter
 
-from retouch.imaging import ImageProblem, mask_box, may_be_inverted, read_mask
+from retouch.imaging import ImageProblem, mask_box, mask_reading, may_be_inverted, open_image, read_mask
 
 from .conftest import HOLE, SIZE, box_mask, picture, pixels
 
@@ -162,3 +164,73 @@ def test_an_empty_mask_has_no_box() -> None:
 )
 def test_a_mask_that_is_probably_meant_the_other_way_round(image: Image.Image, expected: bool) -> None:
     assert may_be_inverted(*read_mask(image, "m.png")) == expected
+
+
+# --- what is no mask, or another one than is meant ---
+
+
+def noise(seed: int, low: int = 0, high: int = 256) -> np.ndarray:
+    """[64, 64]: a photograph as far as its levels go: smooth, and many."""
+    y, x = np.mgrid[0:64, 0:64]
+    waves = np.sin(x / 9 + seed) * np.cos(y / 7) + np.random.default_rng(seed).normal(0, 0.1, (64, 64))
+    return np.interp(waves, (waves.min(), waves.max()), (low, high - 1)).astype(np.uint8)
+
+
+COLOURED = Image.fromarray(np.stack([noise(0), noise(3), noise(6)], -1))
+RED = Image.fromarray(np.stack([noise(0), noise(0, 0, 40), noise(0, 0, 40)], -1))
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        Image.fromarray(noise(0)),
+        Image.fromarray(noise(0)).convert("RGB"),
+        COLOURED,
+        RED,  # of something red, which could be paint
+        Image.fromarray(noise(3, 0, 160)),  # dark
+        as_jpeg(COLOURED, 80),
+    ],
+)
+def test_a_photograph_in_place_of_a_mask_is_doubted(image: Image.Image) -> None:
+    doubt = mask_reading(image, "m.png").doubt
+    assert doubt is not None
+    found = re.match(
+        r"(\d+) grey levels in the (red|luminance) channel, (\d+)% of the pixels far from two levels", doubt
+    )
+    assert found is not None and int(found[1]) > 64 and int(found[3]) > 50
+    assert mask_reading(image, "m.png", invert=True).doubt == doubt
+
+
+def soft(radius: int) -> Image.Image:
+    """A mask of 256 x 256 with a soft edge."""
+    return box_mask((256, 256), (60, 60, 200, 200)).filter(ImageFilter.GaussianBlur(radius))
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        box_mask(),
+        soft(2),
+        soft(12),
+        as_jpeg(soft(2), 30),
+        as_jpeg(painted_red(picture()), 80),
+        painted_red(COLOURED.resize(SIZE)),
+        as_jpeg(painted_red(COLOURED.resize((480, 320)).crop((0, 0, *SIZE))), 60),
+        with_alpha(picture(), 255, 0),
+        box_mask().point(lambda v: 40 + v // 2),  # grey on grey
+        Image.fromarray(np.tile(np.arange(120, 136, dtype=np.uint8), (4, 1))),
+    ],
+)
+def test_a_mask_is_not_doubted(image: Image.Image) -> None:
+    assert mask_reading(image, "m.png").doubt is None
+
+
+def test_integers_of_32_bits_are_refused_with_their_values(tmp_path: Path) -> None:
+    """Their scale is unknown: these would all be read as 0."""
+    Image.fromarray(np.asarray(LABELS).astype(np.int32) * 255).save(tmp_path / "m.tif")
+    with pytest.raises(ImageProblem) as caught:
+        open_image(tmp_path / "m.tif")
+    assert str(caught.value) == (
+        f"{tmp_path}/m.tif: holds signed or 32-bit integers, values 0 to 255; convert it to an 8-bit PNG or JPEG, "
+        "values 0 to 255"
+    )

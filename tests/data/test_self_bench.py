@@ -129,6 +129,16 @@ def test_no_target(bench: Bench) -> None:
     assert pixels(example.reference) == pixels(style)
 
 
+def test_a_full_size_reference_is_the_style_without_a_target_too(bench: Bench) -> None:
+    """The target decides what is learned, not what the style reference is."""
+    truth = picture(blue=200)
+    bench.add(1, ref=truth).list(["1-Azir"])
+    for target in ("auto", "source", "none"):
+        example = load_dataset(bench.config(target=target))[0]
+        assert pixels(example.reference) == pixels(truth.crop(HOLE))
+    assert example.target is None
+
+
 def test_a_reference_may_be_missing(bench: Bench) -> None:
     example = load_dataset(bench.add(1).list(["1-Azir"]).config())[0]
     assert example.reference is None

@@ -29,8 +29,11 @@ from retouch.rewards import REWARDS
 
 logger = logging.getLogger(__name__)
 
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-((?:\$\{[^}]*\}|[^}])*))?\}")
-"""`${VAR}` or `${VAR:-default}`; the default may contain variables with plain defaults."""
+_VARIABLE = re.compile(r"\$\$(?=\{)|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-((?:\$\{[^}]*\}|[^}])*))?\}")
+"""`${VAR}` or `${VAR:-default}`; the default may contain variables with plain defaults. `$${` stands for `${`."""
+
+THIS_DIR = "${THIS_DIR}"
+"""Stands for the folder of the file that holds it."""
 
 _FORMER_NAMES = {"JUDGE_URL": "JUDGE_ADDRESS"}
 """Environment variable -> the former name under which it is still read."""
@@ -133,7 +136,7 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
         folder = "is a folder; give a run file (.yaml)" if path.is_dir() else "no such run file"
         raise ConfigError(f"{path}: {folder}; see configs/ for the published ones")
     try:
-        data = yaml12.parse(path.read_text(encoding="utf-8"))
+        data = with_this_dir(yaml12.parse(path.read_text(encoding="utf-8")), path.parent)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         problem = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
         raise ConfigError(f"{path}: not valid YAML: {problem}") from None
@@ -159,6 +162,20 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
         return _overlay(below, own)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def with_this_dir(node: Any, folder: Path) -> Any:
+    """A part of a YAML file of a folder, with that folder in place of `${THIS_DIR}`."""
+    return _replaced(node, THIS_DIR, os.path.abspath(folder).replace("${", "$${"))  # noqa: PTH100  keeps links
+
+
+def _replaced(node: Any, old: str, new: str) -> Any:
+    """A part of a YAML file with a part of its texts replaced."""
+    if isinstance(node, dict):
+        return {name: _replaced(value, old, new) for name, value in cast("dict[Any, Any]", node).items()}
+    if isinstance(node, list):
+        return [_replaced(value, old, new) for value in cast("list[Any]", node)]
+    return node.replace(old, new) if isinstance(node, str) else node
 
 
 def with_new_names(
@@ -338,7 +355,7 @@ def _variables_in(node: Any, key: Key = ()) -> Iterator[tuple[Key, list[str]]]:
     elif isinstance(node, list):
         for number, part in enumerate(cast("list[Any]", node)):
             yield from _variables_in(part, (*key, str(number)))
-    elif isinstance(node, str) and _VARIABLE.search(node):
+    elif isinstance(node, str) and any(match[1] for match in _VARIABLE.finditer(node)):
         yield key, [node]
 
 
@@ -352,8 +369,10 @@ def take_in_plugins(modules: object, source: str) -> None:
 
 
 def dump_run(run: RunConfig) -> str:
-    """The whole run as YAML, defaults included; `load_run` gives the same run back."""
-    return yaml.dump(run.model_dump(mode="json"), Dumper=yaml12.Dumper, sort_keys=False, allow_unicode=True)
+    """The whole run as YAML, defaults included; `load_run` gives the same run back. `${`, which a value of a variable
+    may hold, is written as `$${`."""
+    escaped = _replaced(run.model_dump(mode="json"), "${", "$${")
+    return yaml.dump(escaped, Dumper=yaml12.Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _apply(data: dict[str, Any], override: str) -> Key:
@@ -375,7 +394,7 @@ def _apply(data: dict[str, Any], override: str) -> Key:
             raise ConfigError(f"override {override!r}: {part!r} holds {child!r}, which has no keys")
         node = cast("dict[str, Any]", child)
     try:
-        value = yaml12.parse(text)
+        value = _value_of(text)
     except yaml.YAMLError as error:
         raise ConfigError(
             f"override {override!r}: the value is not valid YAML: {' '.join(str(error).split())}"
@@ -387,6 +406,19 @@ def _apply(data: dict[str, Any], override: str) -> Key:
         _without_null(cast("dict[str, Any]", value))
     node[path[-1]] = value
     return tuple(path)
+
+
+def _value_of(text: str) -> Any:
+    """The value of an override: YAML, except that plain text with a `#` holds no comment, which would lose its end."""
+    plain = text.strip()
+    if _COMMENT.search(plain) and plain[0] not in _NOT_PLAIN:
+        return plain
+    return yaml12.parse(text)
+
+
+_COMMENT = re.compile(r"(^|\s)#")
+_NOT_PLAIN = "\"'[{|>&*!%@`"
+"""First characters of YAML that is not plain text."""
 
 
 def _new_path(path: list[str]) -> list[str]:
@@ -420,7 +452,9 @@ def with_variables(node: Any, key: str = "", unread: Collection[str] = ()) -> An
         return node
 
     def value_of(match: re.Match[str]) -> str:
-        name = match[1]
+        name: str | None = match[1]
+        if name is None:
+            return "$"
         default: str | None = match[2]
         found = _environment(name)
         if default is not None and not found:

@@ -75,6 +75,17 @@ class ItemError:
         return f"{self.where}: {self.problem}"
 
 
+@dataclass(frozen=True)
+class ItemDoubt:
+    """One item that can be used, and why its mask may not be what is meant."""
+
+    where: str
+    doubt: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.doubt}"
+
+
 def item_or_error(where: str, make: Callable[..., ItemFiles], *given: Any) -> ItemFiles | ItemError:
     """`make(*given)`; where it raises a DataError, an item that cannot be used."""
     try:

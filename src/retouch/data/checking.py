@@ -21,7 +21,7 @@ import PIL
 from PIL import Image
 
 import retouch
-from retouch.data.base import DataSection, ItemError, ItemFiles
+from retouch.data.base import DataSection, ItemDoubt, ItemError, ItemFiles
 from retouch.data.identity import files_of
 from retouch.disk import cache_folder, expanded
 from retouch.imaging import PackedImage
@@ -58,11 +58,11 @@ class Alone:
 
 def find_problems(
     items: Sequence[ItemFiles],
-    check: Callable[[ItemFiles], ItemError | None],
+    check: Callable[[ItemFiles], ItemError | ItemDoubt | None],
     purpose: str,
     processes: Processes,
     memory: Path | None,
-) -> list[ItemError | None]:
+) -> list[ItemError | ItemDoubt | None]:
     """The result of `check` for every item, the same on all processes. The processes of one machine share the items
     that are not remembered, because disks may differ between machines; an item broken on one of them is broken.
 
@@ -74,8 +74,10 @@ def find_problems(
     first = processes.rank == 0
     known = frozenset(processes.gather_list(recall(memory) if first and memory else []))
 
-    def verdict(position: int) -> tuple[int, ItemError | None, bytes]:
+    def verdict(position: int) -> tuple[int, ItemError | ItemDoubt | None, bytes]:
         seen = fingerprint(items[position])  # before the files are read, which may change meanwhile
+        if _doubted(seen) in known:
+            return position, ItemDoubt(f"item {items[position].id}", "its mask was doubtful when it was read"), seen
         return position, None if seen in known else check(items[position]), seen
 
     machines = processes.gather_list([this_machine()])
@@ -83,13 +85,22 @@ def find_problems(
     own = range(here.index(processes.rank), len(items), len(here))
     verdicts = progress(in_threads(verdict, own), len(own), purpose if first else None)
     found = processes.gather_list(list(verdicts))
-    problems: list[ItemError | None] = [None] * len(items)
+    problems: list[ItemError | ItemDoubt | None] = [None] * len(items)
     for position, problem, _ in found:
-        problems[position] = problems[position] or problem
-    good = {seen for position, _, seen in found if problems[position] is None}
+        if not isinstance(problems[position], ItemError):
+            problems[position] = problem or problems[position]
+    usable = [
+        (seen, problems[position]) for position, _, seen in found if not isinstance(problems[position], ItemError)
+    ]
+    good = {seen if doubt is None else _doubted(seen) for seen, doubt in usable}
     if first and memory and good != known:
         remember(memory, good)
     return problems
+
+
+def _doubted(seen: bytes) -> bytes:
+    """The fingerprint under which an item with a doubtful mask is remembered."""
+    return hashlib.blake2b(seen, digest_size=_BYTES).digest()
 
 
 def in_threads(work: Callable[[T], R], given: Sequence[T]) -> Iterator[R]:
@@ -133,8 +144,8 @@ def _checks() -> tuple[str, str]:
     """Versions of what checks an item: Pillow and this package."""
     package = Path(retouch.__file__).parent
     source = hashlib.blake2b(digest_size=_BYTES)
-    for file in (package / "imaging.py", package / "data" / "base.py", package / "data" / "dataset.py"):
-        source.update(file.read_bytes())
+    for file in ("imaging.py", "colour_profiles.py", "data/base.py", "data/dataset.py"):
+        source.update((package / file).read_bytes())
     return PIL.__version__, source.hexdigest()
 
 

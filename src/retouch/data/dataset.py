@@ -18,7 +18,7 @@ from typing import overload
 
 from PIL import Image
 
-from retouch.data.base import DataError, DataSection, ImageOptions, ItemError, ItemFiles
+from retouch.data.base import DataError, DataSection, ImageOptions, ItemDoubt, ItemError, ItemFiles
 from retouch.data.checking import Alone, find_problems, memory_of
 from retouch.data.identity import files_of
 from retouch.disk import is_file
@@ -31,7 +31,7 @@ from retouch.imaging import (
     halves,
     into_strip,
     mask_box,
-    may_be_inverted,
+    mask_reading,
     open_image,
     read_mask,
     resize,
@@ -55,7 +55,7 @@ class Reading:
 
     Attributes:
         mask_channel: channel of the mask file; None without a mask.
-        mask_may_be_inverted: see `imaging.may_be_inverted`.
+        mask_doubt: see `imaging.MaskReading`.
         box: the part of the source that the example shows, in pixels of the source.
         cropped: whether the box is a crop around the mask.
         mask_pixels: masked pixels of the example.
@@ -64,7 +64,7 @@ class Reading:
     """
 
     mask_channel: str | None
-    mask_may_be_inverted: bool
+    mask_doubt: str | None
     box: Box
     cropped: bool = False
     mask_pixels: int = 0
@@ -74,11 +74,12 @@ class Reading:
 
 
 class Dataset(Sequence[Example]):
-    """Examples of one size, opened on access. Broken items were dropped by `load_dataset`."""
+    """Examples of one size, opened on access. Broken items were dropped by `load_dataset`, which found the doubts."""
 
-    def __init__(self, config: DataSection, items: Sequence[ItemFiles]) -> None:
+    def __init__(self, config: DataSection, items: Sequence[ItemFiles], doubts: Sequence[ItemDoubt] = ()) -> None:
         self.config = config
         self.items = list(items)
+        self.doubts = list(doubts)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -143,9 +144,14 @@ def load_dataset(
     if len(set(processes.gather_list([hashlib.sha256(told.encode()).digest()]))) > 1:
         raise DataError(f"{purpose}: {config.path} does not list the same items on all machines; give them equal files")
     files = [item for item in listed if isinstance(item, ItemFiles)]
-    memory = memory_of(config, needs) if any(map(files_of, files)) else None
-    problems = iter(find_problems(files, partial(check_item, config=config, needs=needs), purpose, processes, memory))
-    outcomes = [item if isinstance(item, ItemError) else next(problems) or item for item in listed]
+    check = partial(check_item, config=config, needs=needs)
+    if any(map(files_of, files)):
+        problems = iter(find_problems(files, check, purpose, processes, memory_of(config, needs)))
+    else:  # of prompts alone, every process looks at all: that takes less than to share them
+        problems = (check(item) if "lines" in item.metadata else _missing(item, config, needs) for item in files)
+    verdicts = [item if isinstance(item, ItemError) else next(problems) or item for item in listed]
+    doubts = [verdict for verdict in verdicts if isinstance(verdict, ItemDoubt)]
+    outcomes = [item if isinstance(one, ItemDoubt) else one for one, item in zip(verdicts, listed, strict=True)]
     good = [outcome for outcome in outcomes if isinstance(outcome, ItemFiles)]
     bad = [outcome for outcome in outcomes if isinstance(outcome, ItemError)]
     if len(bad) > config.max_bad_items:
@@ -164,7 +170,9 @@ def load_dataset(
     twice = repeated_ids(good)
     if twice:
         raise DataError(f"{purpose}: item id {twice[0]} appears more than once in {config.path}; ids must differ")
-    return Dataset(config, good)
+    if doubts and processes.rank == 0:
+        logger.warning("%s: %s", purpose, doubts_of(doubts, len(good), purpose))
+    return Dataset(config, good, doubts)
 
 
 def _told_of(item: ItemFiles) -> tuple[object, ...]:
@@ -184,30 +192,53 @@ def repeated_ids(items: Sequence[ItemFiles]) -> list[int]:
     return [i for i, count in Counter(item.id for item in items).items() if count > 1]
 
 
+def doubts_of(doubts: Sequence[ItemDoubt], items: int, purpose: str) -> str:
+    """A message about the doubtful masks among the items of a section."""
+    shown = in_place(str(doubts[0]), purpose)
+    return (
+        f"masks of {len(doubts)} of {items} items are doubtful; the first: {shown}. `retouch data validate` lists all"
+    )
+
+
+def in_place(message: str, purpose: str) -> str:
+    """A message, with the option of the command line in place of the key if that is where the section comes from."""
+    return message.replace("set data.invert_mask=true", "add --invert-mask") if "--" in purpose else message
+
+
 def check_item(
     item: ItemFiles, config: DataSection, needs: Collection[str] = (), crop: MaskCrop | None = None
-) -> ItemError | None:
-    """Open every file of the item; None if all are present and usable."""
+) -> ItemError | ItemDoubt | None:
+    """Open every file of the item; None if all are present and usable, and the mask is not doubtful."""
     found = examine(item, config, needs, crop)
-    return found if isinstance(found, ItemError) else None
+    if isinstance(found, ItemError):
+        return found
+    doubt = found[1].mask_doubt
+    return None if doubt is None else ItemDoubt(f"item {item.id}", f"{item.mask_path}: {doubt}")
 
 
 def examine(
     item: ItemFiles, config: DataSection, needs: Collection[str] = (), crop: MaskCrop | None = None
 ) -> tuple[Example, Reading] | ItemError:
     """The result of `read_item`, or why the item cannot be used."""
+    try:
+        return _missing(item, config, needs) or read_item(item, config, crop)
+    except (ImageProblem, DataError) as error:
+        return ItemError(f"item {item.id}", str(error))
+
+
+def _missing(item: ItemFiles, config: DataSection, needs: Collection[str]) -> ItemError | None:
+    """The error of an item without a prompt, or without a file that the run needs."""
     if not item.prompt.strip():
         return ItemError(f"item {item.id}", "the prompt is empty; give it a text")
+    if not needs:
+        return None
     if config.image_options.reference != "given" and item.source_path and item.mask_path:
         needs = set(needs) - {"reference"}  # it is cut out of the image
     keys = {"source": "image_path"}  # of a manifest
     missing = [keys.get(name, f"{name}_path") for name in needs if getattr(item, f"{name}_path") is None]
     if missing:
         return ItemError(f"item {item.id}", f"{', '.join(sorted(missing))} missing, which the run needs")
-    try:
-        return read_item(item, config, crop)
-    except (ImageProblem, DataError) as error:
-        return ItemError(f"item {item.id}", str(error))
+    return None
 
 
 def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None) -> tuple[Example, Reading]:
@@ -227,10 +258,10 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
         path = getattr(item, f"{role}_path")
         if path:
             images[role] = to_rgb(open_image(path))
-    mask, channel, inverted = None, None, False
+    mask, channel, doubt = None, None, None
     if item.mask_path and config.has_images:
-        mask, channel = read_mask(open_image(item.mask_path), str(item.mask_path), invert=options.invert_mask)
-        inverted = not options.invert_mask and may_be_inverted(mask, channel)
+        read = mask_reading(open_image(item.mask_path), str(item.mask_path), invert=options.invert_mask)
+        mask, channel, doubt = read.mask, read.channel, read.doubt
         if "source" in images:
             _require_same_size(mask, images["source"], str(item.mask_path), "mask", "source")
     first = next((role for role in ("source", *_COMPARED) if role in images), None)
@@ -239,10 +270,13 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
             name = str(getattr(item, f"{role}_path"))
             _require_same_size(images[role], images[first], name, _COMPARED[role], _COMPARED.get(first, "source"))
     mask = _set_roles(item, images, mask, options)
-    reading = Reading(channel, inverted, (0, 0, width, height))
+    reading = Reading(channel, doubt, (0, 0, width, height))
     reference = images.pop("reference", None)
     if first:
-        images, mask, reading = _fitted(images, mask, images[first].size, config, crop, item, reading)
+        try:
+            images, mask, reading = _fitted(images, mask, images[first].size, config, crop, item, reading)
+        except ImageProblem as error:  # an inverted mask fits nowhere
+            raise ImageProblem(f"{error}; {doubt}" if doubt else str(error)) from None
     lines = _lines_shown(item, reading, (width, height)) if "lines" in item.metadata else ()
     strip = None
     if options.reference_strip is not None and "source" in images and reference is not None:
@@ -278,9 +312,10 @@ def _set_roles(
     source, reference = images.get("source"), images.get("reference")
     if item.target in ("auto", "source") and source is not None:
         images["target"] = source
-        if item.crops_reference and reference is not None and mask is not None and reference.size == source.size:
-            images["target"] = reference if item.target == "auto" else source
-            reference = images["reference"] = reference.crop(mask_box(mask))
+    full_size = source is not None and reference is not None and reference.size == source.size
+    if item.crops_reference and reference is not None and mask is not None and full_size:
+        images |= {"target": reference} if item.target == "auto" else {}
+        reference = images["reference"] = reference.crop(mask_box(mask))
     if reference is not None and item.reference_mask_path is not None and is_file(item.reference_mask_path):
         other, _ = read_mask(open_image(item.reference_mask_path), str(item.reference_mask_path))
         if other.size == reference.size:

@@ -8,18 +8,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
+from unicodedata import normalize
 
 from retouch.data.base import DataError, DataSection, ItemFiles
 from retouch.data.formats import FORMATS
 from retouch.data.formats.manifest import ManifestData, manifest_item
-from retouch.data.lists import SUFFIXES, entries_of, read_text
+from retouch.data.lists import SUFFIXES, entries_of, read_text, suffix_of
 from retouch.data.remote import local_path
+from retouch.disk import on_disk
 from retouch.registry import import_plugins_of_environment
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+CAPTIONS = (".txt", ".caption")
 
 _ROLES = {
-    "mask_path": ("mask", "masks"),
+    "mask_path": ("mask", "masks", "masklabel"),
     "target_path": ("target", "targets"),
     "reference_path": ("ref", "refs", "reference", "references"),
     "image_path": ("image", "images", "source", "sources", "original", "originals"),
@@ -79,6 +82,7 @@ def data_at(path: Path, size: tuple[int, int], or_else: str = "") -> DataSection
     Raises:
         DataError: no format recognises the path, or it has several manifests.
     """
+    path = on_disk(path)
     section = recognised(path, size) or _manifest_in(path, size)
     if section is None:
         missing = "" if path.exists() else "no such file or folder; "
@@ -93,6 +97,7 @@ def discover(path: Path) -> Found:
     Raises:
         DataError: nothing is recognised.
     """
+    path = on_disk(path)
     if not path.exists():
         raise DataError(f"FOLDER: given {path}; no such file or folder")
     section = recognised(path, _SIZE) or _manifest_in(path, _SIZE)
@@ -109,7 +114,7 @@ def discover(path: Path) -> Found:
 
 def _manifest_in(path: Path, size: tuple[int, int]) -> ManifestData | None:
     """The one manifest of a folder."""
-    files = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES] if path.is_dir() else []
+    files = [file for file in sorted(path.iterdir()) if suffix_of(file) in SUFFIXES] if path.is_dir() else []
     manifests = [file for file in files if _is_manifest(file)]
     if len(manifests) > 1:
         names = ", ".join(file.name for file in manifests)
@@ -171,7 +176,7 @@ def _files(folder: Path) -> Iterator[Path]:
     """Images, and texts that can be their captions, except hidden files."""
     for file in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if file.is_file() and not hidden and file.suffix.lower() in (*IMAGES, ".txt"):
+        if file.is_file() and not hidden and suffix_of(file) in (*IMAGES, *CAPTIONS):
             yield file
 
 
@@ -182,7 +187,7 @@ def _place(file: Path, top: Path) -> tuple[Path, str, str]:
         top: the folder that was given, whose own name is no role: images/ may hold masks/.
     """
     stem, folder = file.stem, file.parent
-    role = "image_path" if file.suffix.lower() in IMAGES else "prompt"
+    role = "image_path" if suffix_of(file) in IMAGES else "prompt"
     of_folder = None if folder == top else _ROLE_OF.get(folder.name.lower())
     if of_folder is not None:
         folder = folder.parent
@@ -191,4 +196,5 @@ def _place(file: Path, top: Path) -> tuple[Path, str, str]:
     if ending is not None and _ROLE_OF.get(ending[2].lower()) is not None:
         stem = ending[1]
         role = role if role == "prompt" else _ROLE_OF[ending[2].lower()]
-    return folder, stem, role
+    # macOS writes accents as characters of their own: one name may be written in both ways
+    return Path(normalize("NFC", str(folder))), normalize("NFC", stem), role

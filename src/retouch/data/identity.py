@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,16 @@ if TYPE_CHECKING:
 
 def files_of(item: ItemFiles) -> dict[str, Path | PackedImage]:
     """The files of an item, by field."""
-    named = {field.name: getattr(item, field.name) for field in fields(item)}
-    named |= {f"more_path_{i}": path for i, path in enumerate(item.more_paths)}
-    return {name: file for name, file in named.items() if isinstance(file, Path | PackedImage)}
+    named = {name: value for name in _fields(type(item)) if isinstance(value := getattr(item, name), _FILE)}
+    return named | {f"more_path_{i}": path for i, path in enumerate(item.more_paths)}
+
+
+_FILE = (Path, PackedImage)
+
+
+@cache
+def _fields(kind: type[ItemFiles]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind) if field.name.endswith("_path"))
 
 
 def item_key(item: ItemFiles) -> int:

@@ -1,4 +1,4 @@
-"""Lists of items in text, JSON, JSONL and CSV files."""
+"""Lists of items in text, JSON, JSONL, CSV and TSV files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +18,10 @@ from retouch.data.base import DataError
 from retouch.imaging import PackedImage, as_shown, open_image
 from retouch.lines import TextLine, joined, parse_lines, polygon_mask
 
-SUFFIXES = (".json", ".jsonl", ".csv")
+TABLES = (".csv", ".tsv")
+"""Files of cells, the first row of which names the columns."""
+
+SUFFIXES = (".json", ".jsonl", *TABLES)
 """Files that `entries_of` reads."""
 
 MOST_DIGITS = 18
@@ -66,26 +71,49 @@ def parsed(text: str, where: str, remedy: str | None = None) -> Any:
         where, remedy: for the message; without a remedy it has the line of the text.
 
     Raises:
-        DataError: not JSON, or with a string that no file name or prompt can be.
+        DataError: not JSON, an object with a key twice, a number that is NaN or infinite, or a string that no file name
+            or prompt can be.
     """
     try:
-        value = plain_json.loads(text)
+        value = plain_json.loads(text, unique=True)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not valid JSON: {error.msg}{remedy or f' (line {error.lineno})'}") from None
     except ValueError as error:
         raise DataError(f"{where}: not valid JSON: {error}") from None
     if "\\u0000" in text and "\\u0000" in json.dumps(value, ensure_ascii=False):
         raise DataError(f"{where}: holds a null character")
+    if _MAY_BE_INFINITE.search(text) and (path := _infinite(value)) is not None:
+        inside = f"entry {path[0]}: " if isinstance(value, list) else ""
+        key = ".".join(path[1:] if inside else path) or "it"
+        raise DataError(
+            f"{where}: {inside}{key} is NaN or infinite, which no JSON number is; write null, or leave the key out"
+        )
     return value
 
 
+_MAY_BE_INFINITE = re.compile(r"NaN|Infinity|[0-9][eE]\+?[0-9]{3}")
+"""Matches every text with a number that is NaN or infinite, and some texts with such words in strings."""
+
+
+def _infinite(value: Any) -> tuple[str, ...] | None:
+    """The keys that lead to a number that is NaN or infinite; None without one."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else ()
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in cast("Iterable[tuple[object, Any]]", parts):
+        if (path := _infinite(part)) is not None:
+            return (str(key), *path)
+    return None
+
+
 def entries_of(path: Path) -> list[Any]:
-    """The entries of a JSON list, a JSONL file with an object in each line, or a CSV file without its empty cells.
+    """The entries of a JSON list, a JSONL file with an object in each line, or a CSV or TSV file without its empty
+    cells.
 
     Raises:
         DataError: not UTF-8, or not what its suffix means.
     """
-    if path.suffix == ".csv":
+    if suffix_of(path) in TABLES:
         header, *rows = csv_rows(path) or [[]]
         entries = [{key: cell for key, cell in zip(header, row, strict=False) if cell} for row in rows]
         return [{k: int(v) if k == "id" and is_number(v) else v for k, v in entry.items()} for entry in entries]
@@ -93,7 +121,35 @@ def entries_of(path: Path) -> list[Any]:
     if text.lstrip().startswith("["):
         return cast("list[Any]", parsed(text, str(path)))
     remedy = "; write one object in each line, or one JSON list of them"
-    return [parsed(line, f"{path} line {number}", remedy) for number, line in lines_of(path)]
+    try:
+        return [parsed(line, f"{path} line {number}", remedy) for number, line in lines_of(path)]
+    except DataError:
+        _refuse_wrapped(path, text)
+        raise
+
+
+def _refuse_wrapped(path: Path, text: str) -> None:
+    """Raises: DataError: a text that is no JSONL file is an object with the list under a key."""
+    try:
+        value = plain_json.loads(text)
+    except ValueError:
+        return
+    if isinstance(value, dict) and (key := _wrapping_key(cast("dict[str, Any]", value))) is not None:
+        raise DataError(f"{path}: holds an object with a list under {key!r}; write the list alone")
+
+
+def _wrapping_key(entry: Mapping[str, Any]) -> str | None:
+    """The key under which an object holds a list of objects."""
+    return next((key for key, part in entry.items() if isinstance(part, list) and part and _is_object(part[0])), None)
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix of a file in lower case, by which it is read."""
+    return path.suffix.lower()
 
 
 def is_number(text: str) -> bool:
@@ -118,19 +174,22 @@ def number_of(text: str, what: str) -> int:
 
 
 def csv_rows(path: Path) -> list[list[str]]:
-    """Every row of a CSV file that is not blank, the header first, its names without blanks around them.
+    """Every row of a CSV file, or a TSV file with tabs between the cells, that is not blank; the header first, its
+    names without blanks around them.
 
     Raises:
-        DataError: not UTF-8, not CSV, a name that stands twice in the header, or a row with more cells than it.
+        DataError: not UTF-8, not CSV, a header of another separator, a name that stands twice in it, or a row with more
+            cells than it.
     """
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    delimiter = separator_of(path)
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True)
     rows: list[list[str]] = []
     try:
         for row in reader:
             if rows and len(row) > len(rows[0]):
                 raise DataError(
                     f"{path} line {reader.line_num}: {len(row)} cells, but the header names {len(rows[0])}; put a cell "
-                    "with a comma in double quotes"
+                    f"with a {_SEPARATORS[delimiter]} in double quotes"
                 )
             if row:
                 rows.append(row if rows else _header(path, row))
@@ -139,8 +198,23 @@ def csv_rows(path: Path) -> list[list[str]]:
     return rows
 
 
+_SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
+
+
+def separator_of(path: Path) -> str:
+    """The character between the cells of a table."""
+    return "\t" if suffix_of(path) == ".tsv" else ","
+
+
 def _header(path: Path, row: Sequence[str]) -> list[str]:
     names = [name.strip() for name in row]
+    meant = separator_of(path)
+    other = next((name for sign, name in _SEPARATORS.items() if sign != meant and sign in row[0]), None)
+    if len(names) == 1 and other is not None:
+        raise DataError(
+            f"{path}: the header names one column, {names[0]!r}, as with a {other} between the cells; save it with a "
+            f"{_SEPARATORS[meant]} between them"
+        )
     twice = next((name for name in names if name and names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{path}: the header names {twice!r} twice; rename one of the columns")
@@ -174,11 +248,38 @@ def require_texts(entry: Mapping[str, Any], *names: str, remedy: str = "") -> No
     """Check that an entry has a text under every key.
 
     Raises:
-        DataError: one is missing or empty.
+        DataError: one is missing or empty; with the keys that the entry has in place of a missing one.
     """
     missing = sorted(name for name in names if not isinstance(entry.get(name), str) or not entry[name].strip())
     if missing:
-        raise DataError(f"{', '.join(missing)} missing or empty{remedy}")
+        raise DataError(f"{', '.join(missing)} missing or empty{remedy}{keys_in_place_of(missing, entry)}")
+
+
+_MOST_KEYS = 12
+"""Keys of an entry in a message."""
+
+
+def keys_in_place_of(names: Sequence[str], entry: Mapping[str, Any]) -> str:
+    """The keys of an entry without some that it needs, for the end of a message, and the likely cause; "" if it has
+    these keys, or none."""
+    absent = [name for name in names if name not in entry]
+    if not absent or not entry:
+        return ""
+    more = f" and {len(entry) - _MOST_KEYS} more" if len(entry) > _MOST_KEYS else ""
+    keys = f"; its keys are {', '.join(map(repr, list(entry)[:_MOST_KEYS]))}{more}"
+    if near := near_keys(entry, absent):
+        return f"{keys}: rename " + ", ".join(f"{key!r} to {name!r}" for key, name in near.items())
+    wrapping = _wrapping_key(entry)
+    return keys if wrapping is None else f"{keys}: write the list under {wrapping!r} alone"
+
+
+def near_keys(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Keys of an entry -> the names of which they differ in capitals and blanks alone, where the entry has no such."""
+    odd = {key: folded for key in entry if (folded := key.strip().casefold()) != key and entry[key]}
+    if not odd:
+        return {}
+    meant = {name.casefold(): name for name in names if name not in entry}
+    return {key: meant[folded] for key, folded in odd.items() if folded in meant}
 
 
 def id_of(entry: Mapping[str, Any], position: int) -> int:

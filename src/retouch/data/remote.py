@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
-from retouch.disk import cache_folder, expanded
+from retouch.disk import cache_folder, expanded, on_disk
 from retouch.errors import DataError
 from retouch.hub import hub_problem
 
@@ -113,7 +113,7 @@ def local_path(path: str, key: str = "data.path") -> Path:
         data = pinned(path)
     except ValueError as error:
         raise DataError(f"{key}: {error}") from None
-    return expanded(path) if data is None else resolved(data, key)
+    return on_disk(expanded(path)) if data is None else resolved(data, key)
 
 
 def cached_path(path: str) -> Path | None:
@@ -121,7 +121,7 @@ def cached_path(path: str) -> Path | None:
     downloaded."""
     data = pinned(path)
     if data is None:
-        place = expanded(path)
+        place = on_disk(expanded(path))
     elif data.host == "github":
         place = _github_file(data)
     else:

@@ -12,7 +12,7 @@ from typing import Any
 from retouch.data.base import DataError, ItemError, ItemFiles
 from retouch.data.discover import data_at
 from retouch.data.identity import digest, images_of, paths
-from retouch.data.lists import csv_rows, entries_of, lines_of
+from retouch.data.lists import TABLES, csv_rows, entries_of, lines_of, separator_of, suffix_of
 from retouch.data.remote import names_a_commit
 from retouch.data.sampler import derive_seed
 from retouch.disk import is_file, write_whole
@@ -58,7 +58,7 @@ def split(path: Path, share: float, by: str = "image", seed: int = 0) -> dict[Pa
     for out, side in zip(written, (False, True), strict=True):
         chosen = [line for line, held in zip(lines, held_out, strict=True) if held is side]
         as_list = "[\n" + ",\n".join(chosen) + "\n]\n"
-        text = as_list if listing.suffix == ".json" else "".join(f"{line}\n" for line in [*header, *chosen])
+        text = as_list if suffix_of(listing) == ".json" else "".join(f"{line}\n" for line in [*header, *chosen])
         write_whole(out, text)
     return written
 
@@ -109,10 +109,10 @@ def _listed(path: Path) -> tuple[Path, list[str], list[str], list[ItemFiles]]:
             f"{listing}: no such file; {type(section).__name__}.listing must return the file that lists the items, or "
             "None"
         )
-    if listing.suffix == ".csv":
-        header, *rows = map(_csv_line, csv_rows(listing))
+    if suffix_of(listing) in TABLES:
+        header, *rows = (_csv_line(row, separator_of(listing)) for row in csv_rows(listing))
         return listing, [header], rows, items
-    if listing.suffix in (".json", ".jsonl"):
+    if suffix_of(listing) in (".json", ".jsonl"):
         entries = _entries_of(listing)
         if len(entries) != len(items):
             raise DataError(
@@ -138,7 +138,7 @@ def _entries_of(listing: Path) -> list[Any]:
         return []
 
 
-def _csv_line(cells: Sequence[str]) -> str:
+def _csv_line(cells: Sequence[str], separator: str) -> str:
     out = io.StringIO()
-    csv.writer(out, lineterminator="").writerow(cells)
+    csv.writer(out, lineterminator="", delimiter=separator).writerow(cells)
     return out.getvalue()

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from retouch.data.base import DataError
-from retouch.data.lists import entries_of, fields_of, require_file
+from retouch.data.lists import entries_of, fields_of, require_file, suffix_of
 from retouch.data.remote import import_library, local_path, of_the_hub, pinned
-from retouch.disk import is_file
+from retouch.disk import is_file, on_disk
 from retouch.hub import hub_problem, require_hub
 from retouch.imaging import PackedImage
 
@@ -52,11 +52,16 @@ def tables_of(path: str) -> list[Table]:
     root = local_path(path)
     if not root.exists():
         raise DataError(f"data.path: {path}: no such folder, and not the id of a data set of the hub (owner/name)")
-    files = [root] if root.is_file() else sorted(file for kind in KINDS for file in root.rglob(f"*{kind}"))
-    files = [file for file in files if file.suffix in KINDS]
+    files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if not _is_cache(file))
+    files = [file for file in files if suffix_of(file) in KINDS]
     if not files:
         raise DataError(f"data.path: {path} holds no {', '.join(KINDS)} file")
     return [_table(file, str(file.relative_to(root.parent if root.is_file() else root))) for file in files]
+
+
+def _is_cache(file: Path) -> bool:
+    """Whether the library datasets wrote a file beside its tables, with rows of `map` and `filter`."""
+    return file.name.startswith("cache-") and suffix_of(file) == ".arrow"
 
 
 def hub_table(path: str, split: str, config: str | None = None) -> Table:
@@ -127,7 +132,7 @@ def image_of(table: Table, position: int, row: Mapping[str, Any], column: str = 
             return PackedImage(f"{table.name} row {position} ({column})", read, _digest(value["bytes"]))
         value = value.get("path")
     if isinstance(value, str) and value and table.folder is not None:
-        return table.folder / value
+        return on_disk(table.folder / value)
     raise DataError(f"no image under {column} (bytes, or a path) or file_name")
 
 
@@ -157,12 +162,12 @@ def _bytes_of(table: Table, position: int, column: str) -> bytes:
 
 def _table(file: Path, name: str) -> Table:
     require_file(file)
-    if file.suffix == ".jsonl":
+    if suffix_of(file) == ".jsonl":
         rows = [_fields(file, number, entry) for number, entry in enumerate(entries_of(file))]
         return Table(name, len(rows), rows.__getitem__, file.parent)
     pa = import_library("pyarrow", str(file))
     try:
-        if file.suffix == ".parquet":
+        if suffix_of(file) == ".parquet":
             content: Any = import_library("pyarrow.parquet", str(file)).read_table(file, memory_map=True)
         else:  # the library datasets writes a stream
             content = pa.ipc.open_stream(pa.memory_map(str(file))).read_all()

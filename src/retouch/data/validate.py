@@ -12,22 +12,20 @@ from retouch.data.base import DataSection, ItemError, ItemFiles
 from retouch.data.checking import in_threads, progress
 from retouch.data.dataset import examine, listed_in, repeated_ids
 from retouch.data.discover import data_at
+from retouch.data.lists import suffix_of
 from retouch.plain_text import printable
-
-MAY_BE_INVERTED = (
-    "opaque pixels are repainted, but the border of this mask is opaque, as in an image with an erased region; if "
-    "transparent pixels mark the region to repaint, set data.invert_mask=true"
-)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One item or list: its place, and its problem or, without one (None), how it was read."""
+    """One item or list: its place, and its problem or, without one (None), how it was read, and whether its mask is
+    doubtful."""
 
     section: str
     item: str
     problem: str | None
     note: str = ""
+    doubtful: bool = False
 
 
 def validate(path: Path, size: tuple[int, int], *, trust: bool = False) -> list[Finding]:
@@ -39,7 +37,7 @@ def validate(path: Path, size: tuple[int, int], *, trust: bool = False) -> list[
     Raises:
         DataError, ConfigError: the path is neither, or cannot be listed.
     """
-    if path.suffix in (".yaml", ".yml"):
+    if suffix_of(path) in (".yaml", ".yml"):
         run = load_run(path, trust=trust or None)
         sections = data_sections(run)
         needs = {name: needed_pictures(run, training=name == "data") for name in sections}
@@ -71,17 +69,20 @@ def _finding(section: str, item: ItemFiles | ItemError, data: DataSection, needs
     roles = ("source", "mask", "target", "reference", "win", "lose")
     notes = [", ".join(role for role in roles if getattr(example, role) is not None)]
     notes += [f"mask in {reading.mask_channel}"] if reading.mask_channel else []
-    notes += [MAY_BE_INVERTED] if reading.mask_may_be_inverted else []
-    return Finding(section, f"item {item.id}", None, "; ".join(notes))
+    notes += [reading.mask_doubt] if reading.mask_doubt else []
+    return Finding(section, f"item {item.id}", None, "; ".join(notes), reading.mask_doubt is not None)
 
 
 def validation_table(findings: list[Finding]) -> str:
-    """A line for every problem, and a count."""
+    """A line for every problem and for every doubtful mask, and a count."""
     bad = [f for f in findings if f.problem]
     good = [f for f in findings if not f.problem]
+    doubtful = [f for f in good if f.doubtful]
     lines = [f"{f.section:16} {f.item:24} {f.problem}" for f in bad]
-    if not bad:
+    lines += [f"{f.section:16} {f.item:24} check: {f.note}" for f in doubtful]
+    if not bad and not doubtful:
         lines += [f"{f.section:16} {f.item:24} ok: {f.note}" for f in good[:5]]
         lines += [f"... and {len(good) - 5} more"] if len(good) > 5 else []
     verdict = f"; {len(bad)} problem{'s' if len(bad) > 1 else ''}" if bad else ""
+    verdict += f"; {len(doubtful)} of the masks to check" if doubtful else ""
     return printable("\n".join([*lines, f"{len(good)} items can be used{verdict}"]))

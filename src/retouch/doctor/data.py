@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from retouch.config import ConfigError, RunConfig, derive
 from retouch.config.needs import data_sections, needed_pictures
 from retouch.data.base import DataError, ItemFiles
-from retouch.data.dataset import Dataset, all_embedded, load_dataset
+from retouch.data.dataset import Dataset, all_embedded, doubts_of, load_dataset
 from retouch.data.formats import Data
 from retouch.doctor.line import Line
 from retouch.errors import InputError
@@ -66,6 +66,8 @@ def _readable(name: str, section: Data, data: Dataset) -> Line:
         return Line(
             "warning", name, f"{items}, {skipped} more are broken and left out; `retouch data validate` lists them"
         )
+    if data.doubts:
+        return Line("warning", name, f"{items}; {doubts_of(data.doubts, len(data), name)}")
     return Line("ok", name, f"{items}, all checked, now or since their files last changed")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from PIL import Image
 
 from retouch import plain_json
@@ -20,7 +21,8 @@ from retouch.data.dataset import Dataset, all_embedded, read_item
 from retouch.data.identity import digest
 from retouch.data.sampler import derive_seed
 from retouch.disk import read_bounded, write_first
-from retouch.imaging import open_image, png_text, write_png
+from retouch.file_image import FileImage
+from retouch.imaging import open_image, png_text, to_rgb, write_png
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +213,8 @@ def _placed(
     if item.source_path is None:
         return image
     if item.mask_path is not None and benchmark.composites:
-        return into_source(item, image, box, section, 0.0)
+        source = FileImage(np.asarray(to_rgb(open_image(item.source_path))))  # scored as it is read: in sRGB
+        return into_source(source, item, image, box, section, 0.0).image()
     if section.image_options.fit == "stretch":
         return image.resize(open_image(item.source_path).size, Image.Resampling.LANCZOS)
     return image

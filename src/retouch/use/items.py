@@ -13,21 +13,19 @@ from PIL import Image
 from retouch.config import ConfigError, RunConfig
 from retouch.config.errors import nearest
 from retouch.config.needs import needed_pictures, require_more_images, takes_references
-from retouch.data.base import DataError, DataSection, ItemFiles, ProtocolData
-from retouch.data.dataset import Dataset, check_item, load_dataset
+from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData
+from retouch.data.dataset import Dataset, check_item, in_place, load_dataset
 from retouch.data.discover import data_at
 from retouch.data.formats.calligrapher import DEFAULT_TEMPLATE
 from retouch.data.formats.manifest import ManifestData
+from retouch.disk import on_disk
 from retouch.imaging import (
     FITS,
     Box,
-    ImageProblem,
     MaskCrop,
     PackedImage,
-    may_be_inverted,
     open_image,
     packed,
-    read_mask,
     to_rgb,
 )
 from retouch.use.regions import (
@@ -119,7 +117,6 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
             raise ConfigError(f"--{named[0]}: given with --data, whose items have their own masks and prompts; omit it")
         section = like(config, request.data).model_copy(update=update)
         items = examples_of(config, section, "--data", request.reference, scored=False).items
-        _warn_if_inverted(items[0], section)
         return section, items
     section = ManifestData(path="").model_copy(
         update=_shared(config.data, ManifestData) | {"reference": "given"} | update
@@ -127,12 +124,13 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     item = _one_item(config, request, section.invert_mask)
     if request.boxes or len(request.masks) > 1:  # a mask that is made here is white where to repaint
         section = section.model_copy(update={"invert_mask": False})
-    _warn_if_inverted(item, section)
     problem = check_item(
         item, section, needed_pictures(config, training=False, scored=False), mask_crop(config, request)
     )
-    if problem:
-        raise DataError(problem.problem)
+    if isinstance(problem, ItemError):
+        raise DataError(in_place(problem.problem, "--mask"))
+    if problem is not None:
+        logger.warning("%s", in_place(problem.doubt, "--mask"))
     return section, [item]
 
 
@@ -189,22 +187,6 @@ def _region(source: ImageFile, request: SampleRequest, invert: bool) -> tuple[Im
     return united(masks), places_of(masks)
 
 
-def _warn_if_inverted(item: ItemFiles, section: DataSection) -> None:
-    """Warn about a mask that is probably inverted."""
-    if item.mask_path is None or section.image_options.invert_mask:
-        return
-    try:
-        mask, channel = read_mask(open_image(item.mask_path), str(item.mask_path))
-    except ImageProblem:
-        return  # of a single image, `check_item` reports it
-    if may_be_inverted(mask, channel):
-        logger.warning(
-            "%s: opaque pixels are repainted and transparent ones kept, but the border of this mask is opaque; if its "
-            "transparent pixels mark the region to repaint, add --invert-mask",
-            item.mask_path,
-        )
-
-
 def _check_crop(config: RunConfig, request: SampleRequest) -> None:
     allowed = get_args(Crop)
     if request.crop not in allowed:
@@ -220,7 +202,9 @@ def _check_crop(config: RunConfig, request: SampleRequest) -> None:
 
 
 def _file(image: Path | Image.Image | None, name: str) -> Path | PackedImage | None:
-    return packed(image, name) if isinstance(image, Image.Image) else image
+    if isinstance(image, Image.Image):
+        return packed(image, name)
+    return None if image is None else on_disk(image)
 
 
 def examples_of(

@@ -18,7 +18,8 @@ from retouch.data.base import DataSection, ItemFiles
 from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
 from retouch.data.sampler import derive_seed
 from retouch.families.base import FamilySpec
-from retouch.imaging import Box, open_image, paste_back, read_mask, to_rgb, write_new_png
+from retouch.file_image import FileImage, read_file_image
+from retouch.imaging import Box, open_image, read_mask, write_new_png
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import broken_rows, require_drawn, sample, to_uint8
 from retouch.training.scoring import without_strip
@@ -76,7 +77,7 @@ def free_paths(items: Sequence[ItemFiles], out: Path, count: int) -> Callable[[i
     return free
 
 
-def generate(loaded: Loaded, item: ItemFiles, section: DataSection, request: SampleRequest) -> list[Image.Image]:
+def generate(loaded: Loaded, item: ItemFiles, section: DataSection, request: SampleRequest) -> list[FileImage]:
     """Generate `request.count` samples of an item with the loaded weights, composited into its source."""
     config = loaded.config
     steps = request.steps or config.evaluation.num_steps or config.rollout.num_steps
@@ -86,11 +87,16 @@ def generate(loaded: Loaded, item: ItemFiles, section: DataSection, request: Sam
     elif request.crop == "mask":
         logger.info("%s: no crop, because a box around the mask would be the whole image", item.source_path)
     condition = loaded.model.encode([example], loaded.guidance_scale)
-    images: list[Image.Image] = []
+    source = read_file_image(item.source_path) if item.source_path and item.mask_path else None
+    images: list[FileImage] = []
     for k in range(request.count):
         seed = derive_seed("sample", request.seed, example.id, k)
         [image] = draw(loaded, [example], condition, [seed], steps)
-        images.append(into_source(item, image, reading.box, section, request.feather))
+        images.append(
+            FileImage(np.asarray(image))
+            if source is None
+            else into_source(source, item, image, reading.box, section, request.feather)
+        )
     return images
 
 
@@ -110,15 +116,14 @@ def draw(
     return [Image.fromarray(image) for image in images.numpy()]
 
 
-def into_source(item: ItemFiles, image: Image.Image, box: Box, section: DataSection, feather: float) -> Image.Image:
-    """Composite a generated image into the `box` of its source, inside the mask only."""
-    if item.source_path is None or item.mask_path is None:
-        return image
-    source = to_rgb(open_image(item.source_path))
+def into_source(
+    source: FileImage, item: ItemFiles, image: Image.Image, box: Box, section: DataSection, feather: float
+) -> FileImage:
+    """Composite a generated image into the `box` of the source of an item, inside the item's mask only."""
+    assert item.mask_path is not None
     mask, _ = read_mask(open_image(item.mask_path), str(item.mask_path), invert=section.image_options.invert_mask)
-    page = source.copy()
-    page.paste(image.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.LANCZOS), box[:2])
-    return Image.fromarray(paste_back(np.asarray(source), np.asarray(page), np.asarray(mask), feather))
+    scaled = image.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.LANCZOS)
+    return source.composite(scaled, box, np.asarray(mask), feather)
 
 
 def _report(item: ItemFiles, reading: Reading, size: tuple[int, int]) -> None:

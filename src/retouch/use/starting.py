@@ -13,6 +13,7 @@ from retouch.algorithms import ALGORITHMS
 from retouch.algorithms.base import RlConfig
 from retouch.config import ConfigError, load_run, numbers, parse_run, yaml12
 from retouch.config.errors import nearest
+from retouch.config.load import THIS_DIR, with_this_dir
 from retouch.config.needs import needed_pictures
 from retouch.data.base import DataError, ItemError, ItemFiles
 from retouch.data.dataset import examine
@@ -127,7 +128,7 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
 def _require_fitting(run: _Run, out: Path) -> None:
     """Raises: ConfigError: an algorithm that the rewards or the images of the run do not fit."""
     try:
-        config = parse_run(yaml12.parse(_run_file(run, out)), source=out.name)
+        config = parse_run(with_this_dir(yaml12.parse(_run_file(run, out)), out.parent), source=out.name)
         numbers(config)
     except ConfigError as error:
         raise ConfigError(
@@ -179,6 +180,7 @@ def _run_file(run: _Run, out: Path) -> str:
     released = FAMILIES[family].model_fields["path"].default
     path = f"${{MODEL_PATH:-{released}}}" if run.model is None else run.model
     (size, fit), weights = run.shape, "full weights" if tiny else "LoRA"
+    held_out = "" if run.held_out is None else json.dumps(_from_run_file(run.held_out, out))
     length = _TINY_LENGTH.get(family) if tiny else None
     short_prompts = [] if length is None else [f"  max_sequence_length: {length}    # of the tiny base"]
     return "\n".join(
@@ -198,7 +200,7 @@ def _run_file(run: _Run, out: Path) -> str:
             *short_prompts,
             "data:",
             f"  format: {run.found.format}",
-            f"  path: {json.dumps(str(run.data))}    # relative to the working directory",
+            f"  path: {json.dumps(_from_run_file(run.data, out))}    # THIS_DIR is the folder of this file",
             f"  resolution: {size}    # side, or [height, width], in pixels",
             f"  fit: {fit}    # crop cuts a window around the mask, stretch ignores the aspect ratio",
             *_rollout(run),
@@ -218,10 +220,18 @@ def _run_file(run: _Run, out: Path) -> str:
             f"  num_examples: {min(len(run.found.items), 16)}",
             "  data: null    # the training examples; `retouch data split` holds some out"
             if run.held_out is None
-            else f"  data: {{format: manifest, path: {json.dumps(str(run.held_out))}, resolution: {size}, fit: {fit}}}",
+            else f"  data: {{format: manifest, path: {held_out}, resolution: {size}, fit: {fit}}}",
             "",
         ]
     )
+
+
+def _from_run_file(path: Path, out: Path) -> str:
+    """A path as the run file names it: an absolute one as it was given, except beside the run file, and every other
+    from the folder of the run file, which is then usable from any working directory."""
+    if path.is_absolute() and path.parent != out.parent:
+        return str(path)
+    return str(Path(THIS_DIR) / os.path.relpath(path, out.parent))
 
 
 def _tiny_shape(found: Found, family: str) -> tuple[str, Fit]:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, cast
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, Template, item_or_error
 from retouch.data.lists import line_fields, lines_mask, listed_in
 from retouch.data.remote import local_path
-from retouch.disk import file_in, is_file
+from retouch.disk import file_in, is_file, on_disk
 from retouch.lines import TextLine, parse_lines, placed
 
 SIDE = 512
@@ -116,7 +116,7 @@ class AnyTextData(AnnotatedData):
             height, width = self.size
             lines = placed(lines, (width / SIDE, height / SIDE), (0.0, 0.0))
             return ItemFiles(number, prompt, metadata=line_fields(lines) | about)
-        source = root / "imgs" / name
+        source = on_disk(root / "imgs" / name)
         return ItemFiles(
             number,
             prompt,
@@ -155,12 +155,12 @@ class TextFluxData(AnnotatedData):
 
     def _item(self, number: int, name: str, caption: str, lines: Sequence[TextLine], root: Path) -> ItemFiles:
         if self.image_root is not None:
-            source = local_path(self.image_root, "data.image_root") / name
+            source = on_disk(local_path(self.image_root, "data.image_root") / name)
         else:
             folder = (
                 "processed_ReCTS_test_images_other_words" if self.part == "other" else "processed_ReCTS_test_images"
             )
-            places = [root / "textflux_data" / folder / "original" / name, root / name]
+            places = [on_disk(root / "textflux_data" / folder / "original" / name), on_disk(root / name)]
             source = next((place for place in places if is_file(place)), places[0])
         return ItemFiles(
             number,

@@ -23,6 +23,7 @@ from pydantic import Field
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import is_number, parsed, read_text
 from retouch.data.remote import local_path
+from retouch.disk import on_disk
 from retouch.imaging import PackedImage, Pixels
 
 MAPPING = "mapping_file.json"
@@ -90,7 +91,7 @@ class BrushBenchData(ImageSection):
         return ItemFiles(
             id=number,
             prompt=caption,
-            source_path=folder / image,
+            source_path=on_disk(folder / image),
             mask_path=PackedImage(f"{folder / MAPPING} {key} {mask_key}", partial(_png, runs), digest),
             target="source",
             metadata={"image": image},

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import entries_of, fields_of, require_texts
+from retouch.data.lists import entries_of, fields_of, require_texts, suffix_of
 from retouch.data.remote import local_path
 from retouch.disk import file_in
 
@@ -25,7 +25,7 @@ class GenEvalData(DataSection):
     @classmethod
     def recognises(cls, path: Path) -> bool:
         path = path / LIST if path.is_dir() else path
-        entries = entries_of(path) if path.suffix == ".jsonl" and path.is_file() else []
+        entries = entries_of(path) if suffix_of(path) == ".jsonl" and path.is_file() else []
         return bool(entries) and all(isinstance(entry, dict) and entry.keys() >= _KEYS for entry in entries)
 
     def listing(self) -> Path:

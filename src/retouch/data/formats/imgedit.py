@@ -11,7 +11,7 @@ from retouch.config.base import Text
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import fields_of, number_of, parsed, read_text, require_texts
 from retouch.data.remote import local_path
-from retouch.disk import file_in, is_file
+from retouch.disk import file_in, is_file, on_disk
 from retouch.imaging import Fit
 
 LIST = "basic_edit.json"
@@ -62,6 +62,6 @@ def _item(key: str, entry: Any, folder: Path) -> ItemFiles:
     return ItemFiles(
         id=number_of(key, "the key"),
         prompt=fields["prompt"],
-        source_path=folder / fields["id"],
+        source_path=on_disk(folder / fields["id"]),
         metadata={"key": key, "edit_type": fields["edit_type"], "image": fields["id"]},
     )

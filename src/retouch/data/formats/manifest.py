@@ -27,10 +27,14 @@ from retouch.data.lists import (
     entries_of,
     fields_of,
     id_of,
+    keys_in_place_of,
     lines_mask,
+    near_keys,
+    suffix_of,
     text_fields,
 )
 from retouch.data.remote import local_path
+from retouch.disk import on_disk
 from retouch.imaging import PackedImage
 from retouch.lines import parse_lines
 
@@ -66,7 +70,7 @@ class ManifestData(ImageSection):
     @classmethod
     def recognises(cls, path: Path) -> bool:
         file = _manifest_file(path)
-        return file is not None and file.suffix in SUFFIXES
+        return file is not None and suffix_of(file) in SUFFIXES
 
     def listing(self) -> Path | None:
         return _manifest_file(local_path(self.path))
@@ -108,14 +112,17 @@ def manifest_item(given: Any, position: int, root: Path, *, mask_lines: bool = T
     captioned = not entry.get("prompt") and used["image_path"] in _CAPTIONED
     prompt_key = "text" if captioned else "prompt"
     if not entry.get(prompt_key):
-        raise DataError("prompt missing or empty; each entry needs one")
+        raise DataError(f"prompt missing or empty; each entry needs one{keys_in_place_of(['prompt'], entry)}")
+    if near := near_keys(entry, (key for role, keys in PATH_KEYS.items() if not entry.get(used[role]) for key in keys)):
+        key, name = next(iter(near.items()))
+        raise DataError(f"the key {key!r} is not read; rename it to {name!r}")
     if entry.get(used["mask_path"]) and not entry.get(used["image_path"]):
         raise DataError("mask_path without image_path; name the image that the mask belongs to, or leave it out")
     texts = (*used.values(), prompt_key)
     wrong = [key for key in texts if key in entry and not isinstance(entry[key], str | None)]
     if wrong:
         raise DataError(f"{wrong[0]} is {entry[wrong[0]]!r}; it must be a string")
-    paths = {role: root / entry[key] if entry.get(key) else None for role, key in used.items()}
+    paths = {role: on_disk(root / entry[key]) if entry.get(key) else None for role, key in used.items()}
     written = text_fields({key: value for key, value in entry.items() if key != prompt_key})
     known = {*used.values(), "prompt", prompt_key, "id", _MORE, *TEXT_KEYS}
     mask: Path | PackedImage | None = paths["mask_path"]
@@ -132,7 +139,7 @@ def manifest_item(given: Any, position: int, root: Path, *, mask_lines: bool = T
         lose_path=paths["lose_path"],
         embedding_path=paths["t5_embedding_path"],
         metadata={key: value for key, value in entry.items() if key not in known} | written,
-        more_paths=tuple(root / name for name in _more_images(entry, paths["image_path"])),
+        more_paths=tuple(on_disk(root / name) for name in _more_images(entry, paths["image_path"])),
     )
 
 
@@ -166,4 +173,7 @@ def _more_images(entry: Mapping[str, Any], image: Path | None) -> list[str]:
 
 def _first(entry: Mapping[str, Any], keys: Sequence[str]) -> str:
     """The first of the keys that an entry has a value under; if there is none, the first key."""
-    return next((key for key in keys if entry.get(key)), keys[0])
+    for key in keys:  # a loop is fast: a list may have a million entries, each with all these keys
+        if entry.get(key):
+            return key
+    return keys[0]

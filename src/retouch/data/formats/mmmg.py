@@ -21,7 +21,7 @@ from pydantic import ValidationInfo, field_validator
 
 from retouch import plain_json
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData, chosen, item_or_error
-from retouch.data.lists import parsed, read_text
+from retouch.data.lists import parsed, read_text, suffix_of
 from retouch.data.remote import local_path
 from retouch.data.tables import Table, content_digest, hub_configurations, hub_table, in_part, tables_of
 from retouch.disk import file_in
@@ -111,7 +111,7 @@ class MmmgData(ProtocolData):
         return self.require_items(items)
 
     def _benchmark_rows(self) -> Iterator[Row]:
-        if self.hub_id is None and Path(self.path).suffix == ".json":
+        if self.hub_id is None and suffix_of(Path(self.path)) == ".json":
             raise DataError(
                 f"data.layout: given 'benchmark', but {self.path} is a JSON file, like the training set; set "
                 "layout=train"
@@ -168,7 +168,7 @@ def _training_rows(path: str) -> Iterator[Row]:
     if is_hub_id(path):
         raise DataError(f"data.path: given {path!r}; for layout=train download its JSON file, and give the path of it")
     file = file_in(local_path(path), "train.json")
-    if not file.is_file() or file.suffix != ".json":
+    if not file.is_file() or suffix_of(file) != ".json":
         raise DataError(f"data.path: {file}: no such file; layout=train takes the JSON file of the training set")
     shape = "it must be level -> discipline -> list of items, like {'0_preschool': {'Math': [...]}}"
     content = parsed(read_text(file), str(file))

@@ -19,6 +19,7 @@ from retouch.data.lists import (
     id_of,
     lines_of,
     require_texts,
+    suffix_of,
     text_fields,
 )
 from retouch.data.remote import local_path
@@ -42,15 +43,15 @@ class PromptsData(DataSection):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        if path.is_dir() or path.suffix == ".txt":
+        if path.is_dir() or suffix_of(path) == ".txt":
             return not path.is_dir()
-        entries = entries_of(path) if path.is_file() and path.suffix in _JSON else []
+        entries = entries_of(path) if path.is_file() and suffix_of(path) in _JSON else []
         objects = [entry for entry in entries if isinstance(entry, dict)]
         return bool(objects) and all("prompt" in o and o.keys().isdisjoint(_OF_MANIFESTS) for o in objects)
 
     def listing(self) -> Path | None:
         path = local_path(self.path)
-        return None if path.suffix in _TABLES else path
+        return None if suffix_of(path) in _TABLES else path
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         path = local_path(self.path)
@@ -59,8 +60,8 @@ class PromptsData(DataSection):
                 f"data.path: {path}: no such file of prompts (.txt with one a line, .json, .jsonl, .csv, .parquet "
                 "or .arrow)"
             )
-        if path.suffix in (*SUFFIXES, *_TABLES):
-            entries = entries_of(path) if path.suffix in SUFFIXES else _rows(path)
+        if suffix_of(path) in (*SUFFIXES, *_TABLES):
+            entries = entries_of(path) if suffix_of(path) in SUFFIXES else _rows(path)
             return [item_or_error(f"entry {i}", self._item, entry, i) for i, entry in enumerate(entries)]
         return [ItemFiles(id=number - 1, prompt=line.strip()) for number, line in lines_of(path)]
 

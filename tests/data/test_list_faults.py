@@ -1,0 +1,202 @@
+"""Lists as spreadsheets, pandas and other systems write them: read, or refused by the key that is wrong."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retouch.data.base import DataError, DataSection, ItemError, ItemFiles
+from retouch.data.dataset import load_dataset
+from retouch.data.discover import data_at, discover
+from retouch.data.formats.manifest import ManifestData
+from retouch.data.formats.prompts import PromptsData
+from retouch.data.split import split
+from retouch.data.tables import tables_of
+from tests.command_line import retouch
+
+from .conftest import box_mask, picture
+
+SIZE = (32, 48)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    picture().save(tmp_path / "a.png")
+    box_mask().save(tmp_path / "m.png")
+    return tmp_path
+
+
+def listed(section: DataSection) -> list[str]:
+    """Prompts of the items, and the problems of the broken ones."""
+    return [item.prompt if isinstance(item, ItemFiles) else item.problem for item in section.items()]
+
+
+def problem(folder: Path, name: str, content: str, kind: type[DataSection] = ManifestData) -> str:
+    """The first problem of a list."""
+    (folder / name).write_text(content, encoding="utf-8")
+    try:
+        [broken] = kind.model_validate({"path": str(folder / name)}).items()
+    except DataError as error:
+        return str(error).removeprefix(f"{folder}/{name}")
+    assert isinstance(broken, ItemError)
+    return broken.problem
+
+
+# --- numbers that are none ---
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1E+400"])
+@pytest.mark.parametrize(
+    ("value", "key"), [("{}", "score"), ('{{"a": [1, {}]}}', "score.a.1"), ("[[{}]]", "score.0.0")]
+)
+def test_nan_and_infinity_are_refused_with_item_and_key(number: str, value: str, key: str, folder: Path) -> None:
+    """When the list is read; a text may hold these words."""
+    good = '{"prompt": "NaN or Infinity, 1e999", "score": 1e30}'
+    bad = f'{{"prompt": "a", "score": {value.format(number)}}}'
+    says = f"{key} is NaN or infinite, which no JSON number is; write null, or leave the key out"
+    for kind in (ManifestData, PromptsData):
+        assert problem(folder, "l.json", f"[{good}, {bad}]", kind) == f": entry 1: {says}"
+        assert problem(folder, "l.jsonl", f"{good}\n{bad}\n", kind) == f" line 2: {says}"
+        (folder / "g.json").write_text(f"[{good}]")
+        assert listed(kind.model_validate({"path": str(folder / "g.json")})) == ["NaN or Infinity, 1e999"]
+
+
+def test_validate_names_them(folder: Path) -> None:
+    (folder / "l.jsonl").write_text('{"image": "a.png", "mask": "m.png", "prompt": "a", "score": NaN}')
+    outcome = retouch("data", "validate", folder / "l.jsonl", "--resolution", "32x48")
+    assert outcome.code == 2 and "line 1: score is NaN or infinite" in outcome.err
+
+
+def test_a_key_twice_in_one_object(folder: Path) -> None:
+    """Another value was lost silently; the same one twice is no loss."""
+    for name, content in (
+        ("l.json", '[{"prompt": "a", "prompt": "b"}]'),
+        ("l.jsonl", '{"prompt": "a", "prompt": "b"}'),
+    ):
+        assert problem(folder, name, content).endswith("prompt is given twice, with different values")
+    (folder / "l.json").write_text('[{"prompt": "a", "x": {"y": 1, "y": 1}, "prompt": "a"}]')
+    assert listed(ManifestData(path=str(folder / "l.json"))) == ["a"]
+
+
+# --- keys ---
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("l.csv", "Image,Mask,Prompt\na.png,m.png,a\n", "'Image', 'Mask', 'Prompt': rename 'Prompt' to 'prompt'"),
+        ("l.json", '[{" prompt ": "a", "id": 1}]', "its keys are ' prompt ', 'id': rename ' prompt ' to 'prompt'"),
+        ("l.json", '[{"image": "a.png", "caption": "a"}]', "each entry needs one; its keys are 'image', 'caption'"),
+        ("l.json", '{"data": [{"prompt": "a"}]}', "its keys are 'data': write the list under 'data' alone"),
+        (
+            "l.json",
+            '{\n "n": 1,\n "data": [\n  {"prompt": "a"}]}',
+            "an object with a list under 'data'; write the list",
+        ),
+        ("l.csv", "image;mask;prompt\na.png;m.png;a\n", "'image;mask;prompt', as with a semicolon between the cells"),
+        (
+            "l.csv",
+            "image;prompt\na.png;a, b\n",
+            "'image;prompt', as with a semicolon between the cells; save it with a comma",
+        ),
+        ("l.csv", "image\tprompt\na.png\ta\n", "as with a tab between the cells; save it with a comma between them"),
+        ("l.tsv", "image,prompt\na.png,a\n", "as with a comma between the cells; save it with a tab between them"),
+        ("l.csv", "Image,prompt\na.png,a\n", "the key 'Image' is not read; rename it to 'image'"),
+        ("l.json", '[{"prompt": "a", "Mask_Path ": "m.png"}]', "'Mask_Path ' is not read; rename it to 'mask_path'"),
+    ],
+)
+def test_the_keys_that_were_found_and_the_likely_cause(name: str, content: str, says: str, folder: Path) -> None:
+    assert says in problem(folder, name, content)
+
+
+def test_prompts_name_their_keys_too(folder: Path) -> None:
+    for name, content in (("l.csv", "Prompt\na\n"), ("l.jsonl", '{"Prompt": "a"}')):
+        assert "its keys are 'Prompt': rename 'Prompt' to 'prompt'" in problem(folder, name, content, PromptsData)
+    many = json.dumps({f"key{number}": number for number in range(20)})
+    assert problem(folder, "l.jsonl", many, PromptsData).endswith("'key11' and 8 more")
+
+
+def test_another_key_beside_the_one_that_counts_is_metadata(folder: Path) -> None:
+    (folder / "l.json").write_text('[{"image": "a.png", "Image": "x", "Prompt": "y", "prompt": "a", "ID": "7"}]')
+    [item] = ManifestData(path=str(folder / "l.json")).items()
+    assert isinstance(item, ItemFiles) and item.metadata == {"Image": "x", "Prompt": "y", "ID": "7"}
+
+
+# --- names of files ---
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("l.CSV", "image,prompt\na.png,a\nb.png,b\n"),
+        ("l.tsv", "image\tprompt\na.png\ta\nb.png\tb\n"),
+        ("l.TSV", 'image\tprompt\na.png\t"a"\nb.png\tb\n'),
+        ("l.JSON", '[{"image": "a.png", "prompt": "a"}, {"image": "b.png", "prompt": "b"}]'),
+        ("l.JSONL", '{"image": "a.png", "prompt": "a"}\n{"image": "b.png", "prompt": "b"}\n'),
+    ],
+)
+def test_suffixes_in_any_case_and_tabs(name: str, content: str, folder: Path) -> None:
+    """By their path, in a folder, as prompts, and split in two."""
+    (folder / name).write_text(content, encoding="utf-8")
+    picture(blue=9).save(folder / "b.png")
+    for path in (folder, folder / name):
+        section = data_at(path, SIZE)
+        assert (section.format, listed(section)) == ("manifest", ["a", "b"])
+    assert listed(PromptsData(path=str(folder / name))) == ["a", "b"]
+    seed = next(seed for seed in range(50) if _splits(folder / name, seed))
+    halves = [f for f in folder.iterdir() if f.name.startswith("l_")]
+    assert seed >= 0 and {f.suffix for f in halves} == {Path(name).suffix}
+    assert sorted(prompt for half in halves for prompt in listed(ManifestData(path=str(half)))) == ["a", "b"]
+
+
+def _splits(path: Path, seed: int) -> bool:
+    try:
+        return bool(split(path, 0.5, seed=seed))
+    except DataError:
+        return False
+
+
+@pytest.mark.parametrize("on_disk", ["NFC", "NFD"])
+def test_accents_in_either_form(on_disk: Any, tmp_path: Path) -> None:
+    """macOS writes names in NFD; a list that was typed, or made elsewhere, has them in NFC. Folders may differ."""
+    name, other = "Schönes Café", "NFC" if on_disk == "NFD" else "NFD"
+    folder = tmp_path / unicodedata.normalize("NFC", "Größe") / unicodedata.normalize(on_disk, name)
+    folder.mkdir(parents=True)
+    picture().save(folder / unicodedata.normalize(on_disk, "é.png"))
+    box_mask().save(folder / unicodedata.normalize(on_disk, "é_mask.png"))
+    written = unicodedata.normalize(other, f"Größe/{name}/é")
+    entry = {"prompt": "a", "image": f"{written}.png", "mask": f"{written}_mask.png"}
+    (tmp_path / "l.json").write_text(json.dumps([entry], ensure_ascii=False), encoding="utf-8")
+    config = ManifestData(path=str(tmp_path / "l.json"), resolution=SIZE, max_bad_items=0)
+    [example] = load_dataset(config)
+    assert example.source is not None and example.mask is not None
+    (folder / unicodedata.normalize(other, "é.txt")).write_text("a", encoding="utf-8")  # a caption of another program
+    found = discover(Path(unicodedata.normalize(other, str(folder))) if other == "NFC" else folder)
+    assert [entry["prompt"] for entry in found.entries] == ["a"] and not found.left_out
+
+
+def test_names_of_onetrainer_and_kohya(folder: Path) -> None:
+    (folder / "m.png").rename(folder / "a-masklabel.png")
+    (folder / "a.caption").write_text("a sign", encoding="utf-8")
+    found = discover(folder)
+    [entry] = found.entries
+    assert (Path(entry["mask_path"]).name, entry["prompt"], found.left_out) == ("a-masklabel.png", "a sign", [])
+
+
+def test_caches_of_datasets_are_no_tables(tmp_path: Path) -> None:
+    """`map` and `filter` of the library write their rows beside the tables, and would be read again."""
+    pa = pytest.importorskip("pyarrow")
+
+    def write(path: Path, prompt: str) -> None:
+        table = pa.table({"prompt": [prompt]})
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+
+    write(tmp_path / "data-00000-of-00001.arrow", "a")
+    write(tmp_path / "cache-1f2e3d4c5b6a7988.arrow", "b")
+    write(tmp_path / "cache-1f2e3d4c5b6a7988_00000_of_00002.arrow", "c")
+    assert [dict(row) for table in tables_of(str(tmp_path)) for row in table] == [{"prompt": "a"}]
