@@ -108,7 +108,7 @@ def test_marks_that_open_nothing(prompt: str) -> None:
         ("a sign that says “OPEN", ["“OPEN"]),
         (
             'a sign that says “OPEN" on a wall beside the door',
-            ['“OPEN" on a wall beside …', '" on a wall beside the d…'],
+            ['“OPEN" on a wall beside …'],
         ),
         ("'Tea' then \"Coffee\"", ["'Tea'"]),
         ("“一梦”，《红楼梦》", ["《红楼梦》"]),

@@ -191,17 +191,19 @@ def validated(*given: object) -> list[str]:
 def test_validate_prints_texts_and_what_looks_like_one(signs: Path) -> None:
     prompts = ["it says “OPEN”", 'it says “OPEN" there', 'a 24" and a 10" sign', "'IN' and 'OUT'", "'A' or \"B\""]
     path = listed(signs, *({**DESCRIBED, "prompt": prompt} for prompt in prompts), {**DESCRIBED, "text": "Кафе"})
-    lines = validated(path)
-    notes = [line.partition("ok: ")[2] for line in lines[:5]]
-    assert notes == [
-        "source, mask; text 'OPEN'",
-        "source, mask",
-        "source, mask",
-        "source, mask; texts 'IN', 'OUT', of which ocr reads the first",
-        "source, mask; text 'B'",
+    lines = validated(path, "--resolution", "32x64")
+    assert [line.rpartition("; ")[2] for line in lines[:5]] == [
+        "text 'OPEN'",
+        "mask in luminance",
+        "mask in luminance",
+        "texts 'IN', 'OUT', of which ocr reads the first",
+        "text 'B'",
     ]
-    warned = {line.split()[2]: line.partition("warning: ")[2] for line in lines if "warning: " in line}
-    assert warned == {"1": '" there looks like a text, but is not read', "4": "'A' looks like a text, but is not read"}
+    warned = [line.split(maxsplit=3)[2:] for line in lines if "warning: " in line]
+    assert warned == [
+        ["1", 'warning: “OPEN" there looks like a text, but is not read'],
+        ["4", "warning: 'A' looks like a text, but is not read"],
+    ]
     assert lines[-1] == "6 items can be used"
 
 

@@ -105,8 +105,11 @@ def read_quotes(prompt: str) -> Quotes:
     outermost = _outermost([*doubles, *singles])
     rank = min((span.rank for span in outermost), default=0)
     left = _without(prompt, outermost)
-    others = {place: _shown(prompt, place) for place in (*alone, *apostrophes) if left[place] != _NOTHING}
-    others |= {span.first: prompt[span.first : span.last + 1] for span in outermost if span.rank != rank}
+    others = {span.first: prompt[span.first : span.last + 1] for span in outermost if span.rank != rank}
+    end = 0
+    for place in sorted(place for place in (*alone, *apostrophes) if left[place] != _NOTHING):
+        if place >= end:  # not shown with the mark before it
+            others[place], end = _shown(prompt, place), place + _SHOWN
     texts = (prompt[span.first + 1 : span.last].strip() for span in outermost if span.rank == rank)
     return Quotes(tuple(texts), tuple(others[place] for place in sorted(others)))
 

@@ -48,11 +48,10 @@ def text_warnings(item: ItemFiles, readers: Mapping[str, RewardEntry]) -> list[s
         readers: the rewards that read the text, by name; empty if the run is not known.
     """
     text = target_text(item)
+    warnings = list[str]()
     if text is None and readers:
-        warnings = [f"no text to read (`text`, or quotes in the prompt): rewards.{next(iter(readers))} fails"]
-    else:
-        warnings = []
-    if text != item.metadata.get("text"):
+        warnings.append(f"no text to read (`text`, or quotes in the prompt): rewards.{next(iter(readers))} fails")
+    if text is None or text != item.metadata.get("text"):
         warnings += [f"{other} looks like a text, but is not read" for other in read_quotes(item.prompt).others]
     for name, entry in readers.items():
         if text is not None and (lacking := entry.lacking(text)):

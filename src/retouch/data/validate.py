@@ -33,6 +33,7 @@ class Finding:
     """One item or list: its place, and its problem or, without one (None), how it was read.
 
     Attributes:
+        text: a phrase on the text to write; "" without one.
         warnings: what its author may not have meant; the item can be used.
     """
 
@@ -40,6 +41,7 @@ class Finding:
     item: str
     problem: str | None
     note: str = ""
+    text: str = ""
     warnings: tuple[str, ...] = ()
 
 
@@ -102,16 +104,18 @@ def _finding(
     notes += [MAY_BE_INVERTED] if reading.mask_may_be_inverted else []
     if readers is None:
         return Finding(section, f"item {item.id}", None, "; ".join(notes))
-    notes += _text_notes(item)
-    return Finding(section, f"item {item.id}", None, "; ".join(notes), tuple(text_warnings(item, readers)))
+    warnings = tuple(text_warnings(item, readers))
+    return Finding(section, f"item {item.id}", None, "; ".join(notes), _texts_read(item), warnings)
 
 
-def _text_notes(item: ItemFiles) -> list[str]:
-    """The text of an item, or those of its prompt."""
+def _texts_read(item: ItemFiles) -> str:
+    """The text of an item, or those of its prompt; "" without one."""
     text = shown_text(item.metadata)
     texts = [text] if text and text.strip() else quoted_texts(item.prompt)
     listed = ", ".join(map(repr, texts))
-    return [f"texts {listed}, of which ocr reads the first"] if texts[1:] else [f"text {listed}"] if texts else []
+    if len(texts) > 1:
+        return f"texts {listed}, of which ocr reads the first"
+    return f"text {listed}" if texts else ""
 
 
 def validation_table(findings: list[Finding]) -> str:
@@ -120,7 +124,7 @@ def validation_table(findings: list[Finding]) -> str:
     good = [f for f in findings if not f.problem]
     lines = [f"{f.section:16} {f.item:24} {f.problem}" for f in bad]
     if not bad:
-        lines += [f"{f.section:16} {f.item:24} ok: {f.note}" for f in good[:_SHOWN]]
+        lines += [f"{f.section:16} {f.item:24} ok: {'; '.join(filter(None, (f.note, f.text)))}" for f in good[:_SHOWN]]
         lines += [f"... and {len(good) - _SHOWN} more"] if len(good) > _SHOWN else []
     warned = [f"{f.section:16} {f.item:24} warning: {one}" for f in good for one in f.warnings]
     lines += warned[:_SHOWN]

@@ -68,8 +68,9 @@ class ReadingEntry(RewardEntry):
     engine: Literal["rapidocr", "paddleocr"] = "rapidocr"
     """Library that reads. PaddleOCR 3 or newer must be installed separately, and downloads its models."""
     language: Text | None = None
-    """Language of the recogniser by the engine's name for it, like "japan", "korean" or "arabic"; the model is
-    downloaded on first use. Null is the engine's default, which reads Chinese and English."""
+    """Language of the recogniser by the engine's name for it, like "korean", "cyrillic" or "arabic"; the model is
+    downloaded on first use. Null is the engine's default, which reads Chinese, Japanese and most languages with Latin
+    letters."""
 
     @property
     def cpu_only(self) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
