@@ -177,7 +177,10 @@ def test_doctor_names_characters_that_the_reader_does_not_know(signs: Path) -> N
     assert [(line.status, line.says) for line in found[1:]] == [
         (
             "warning",
-            "the reader of rewards.ocr does not know К а ф е in the texts of 1 of 2 examples: set language=cyrillic",
+            (
+                "the reader of rewards.ocr has no К а ф е in its dictionary, for the texts of 1 of 2 examples: set "
+                "rewards.ocr.language=cyrillic"
+            ),
         )
     ]
 
@@ -214,7 +217,7 @@ def test_validate_names_what_the_rewards_of_a_run_cannot_read(signs: Path, tmp_p
     warned = [line for line in validated(run) if line.startswith("data ") and "warning: " in line]
     assert [line.partition("warning: ")[2] for line in warned] == [
         "no text to read (`text`, or quotes in the prompt): rewards.ocr fails",
-        "the reader of rewards.ocr does not know К а ф е: set language=cyrillic",
+        "the reader of rewards.ocr has no К а ф е in its dictionary: set rewards.ocr.language=cyrillic",
     ]
     run.write_text(f"extends: {RUN}\ndata: {section(path)}\nrewards: {{ocr: null, seam: {{}}}}\n", encoding="utf-8")
     assert not [line for line in validated(run) if "warning: " in line or "text '" in line]

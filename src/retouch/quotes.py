@@ -1,8 +1,8 @@
 """The target texts of a prompt: what stands in quotation marks. No torch.
 
 Marks pair as in the scripts that use them. A mark after a digit (inches), inside a word (an apostrophe) or without its
-partner opens nothing. Of nested texts the outer one counts. Double marks go first wherever they stand; without one,
-single marks; without these, marks of titles.
+partner opens nothing. A text within another text is a part of it. Double marks go first wherever they stand; without
+one, single marks; without these, marks of titles.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _paired(prompt: str) -> tuple[list[_Span], list[int]]:
     no digit.
 
     Every opening mark has its own stack, and a pair drops what it encloses: each mark is put on a stack and taken off
-    it once, so that the time grows with the length alone.
+    it once, and the time grows with the length alone.
     """
     stacks: dict[str, list[int]] = {opener: [] for opener in _CLOSERS}
     spans, alone = list[_Span](), list[int]()
@@ -219,7 +219,7 @@ def _closing_place(prompt: str, opener: str, start: int, known: dict[str, int]) 
     """Place of the first mark from `start` on that closes a text; -1 without one.
 
     Args:
-        known: the last result of each opener, which is kept, so that nothing is searched twice.
+        known: the last result of each opener, which is kept: nothing is searched twice.
     """
     if opener not in known or 0 <= known[opener] < start:
         found = _SINGLE_CLOSING[opener].search(prompt, start)

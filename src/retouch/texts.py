@@ -55,25 +55,25 @@ def text_warnings(item: ItemFiles, readers: Mapping[str, RewardEntry]) -> list[s
         warnings += [f"{other} looks like a text, but is not read" for other in read_quotes(item.prompt).others]
     for name, entry in readers.items():
         if text is not None and (lacking := entry.lacking(text)):
-            warnings.append(f"{_unknown(name, lacking)}: {entry.remedy_for(lacking)}")
+            warnings.append(f"{_unknown(name, lacking)}: {entry.remedy_for(lacking, name)}")
     return warnings
 
 
 def unknown_characters(run: RunConfig, items: Sequence[ItemFiles]) -> list[str]:
-    """For every reward whose reader lacks characters of the texts: how many texts, and which characters."""
+    """For every reward whose reader cannot return characters of the texts: how many texts, and which characters."""
     messages = list[str]()
     for name in reading_rewards(run):
         entry = run.rewards[name]
         found = [lacking for item in items if (text := target_text(item)) and (lacking := entry.lacking(text))]
         if found:
             characters = list(dict.fromkeys(character for lacking in found for character in lacking))
-            texts = f"in the texts of {len(found)} of {len(items)} examples"
-            messages.append(f"{_unknown(name, characters)} {texts}: {entry.remedy_for(characters)}")
+            texts = f"for the texts of {len(found)} of {len(items)} examples"
+            messages.append(f"{_unknown(name, characters)}, {texts}: {entry.remedy_for(characters, name)}")
     return messages
 
 
 def _unknown(name: str, characters: Sequence[str]) -> str:
-    return f"the reader of rewards.{name} does not know {some_of(characters)}"
+    return f"the reader of rewards.{name} has no {some_of(characters)} in its dictionary"
 
 
 def require_texts(run: RunConfig, name: str, path: str, items: Sequence[ItemFiles]) -> None:

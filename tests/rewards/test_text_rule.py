@@ -148,7 +148,8 @@ def test_a_text_beyond_the_reader_is_no_score_of_0(line_ocr: OcrScorer, options:
     outcome = read(line_ocr, options, ["KOOE"], metadata={"text": "Кафе 24"})
     assert isinstance(outcome, Failure) and outcome.code == "bad_item"
     assert outcome.message == (
-        f"the reader of {options.scorer} does not know К а ф е of 'Кафе 24'; set language=cyrillic"
+        f"the reader of {options.scorer} has no К а ф е in its dictionary, for the text 'Кафе 24'; set "
+        "language=cyrillic"
     )
     few = read(line_ocr, options, ["I LOVE KO"], metadata={"text": "I LOVE КО"})
     assert isinstance(few, Score) and 0 < few.value < 1  # samples still differ
@@ -170,7 +171,7 @@ def test_the_lacking_characters_of_an_entry() -> None:
 
 def test_the_language_for_a_script() -> None:
     assert remedy_for(["한"]) == "set language=korean"
-    assert remedy_for(["Ж", "α"]) == "set language=cyrillic or el"
+    assert remedy_for(["Ж", "α"], "rewards.ocr.") == "set rewards.ocr.language=cyrillic or el"
     assert remedy_for(["ქ"]).startswith("set engine=paddleocr")
 
 

@@ -133,8 +133,8 @@ class RewardEntry(Section):
         that is not installed: no image scores 1."""
         return []
 
-    def remedy_for(self, characters: Sequence[str]) -> str:
-        """How to score texts with characters that are `lacking`."""
+    def remedy_for(self, characters: Sequence[str], name: str) -> str:
+        """How the reward `name` can score texts with characters that are `lacking`."""
         return "leave these examples out, or set rewards that read them"
 
     def compares_group(self) -> bool:

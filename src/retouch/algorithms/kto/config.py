@@ -53,8 +53,8 @@ class KtoConfig(RlConfig):
         yield from super().warnings(run)
         if run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation == 1:
             yield (
-                "optimizer.gradient_accumulation: given 1, so that an optimizer step has one image on each process; "
-                "kto compares the gain of an image with the mean gain of its step, which on one process is its own: an "
+                "optimizer.gradient_accumulation: given 1, with one image in an optimizer step of each process; kto "
+                "compares the gain of an image with the mean gain of its step, which on one process is its own: an "
                 "image with a gain trains as hard as one without; set optimizer.gradient_accumulation=8 or more"
             )
 

@@ -94,16 +94,16 @@ class ReadingEntry(RewardEntry):
         return f"{self.engine} {version}" + (f" {self.language}" if self.language else "")
 
     def lacking(self, text: str) -> list[str]:
-        """Those that rapidocr's default model lacks; none for another engine or language, whose model may not be
-        here."""
+        """Those that are missing in the dictionary of rapidocr's default model; none for another engine or language,
+        whose model may not be here."""
         default = self.is_made_here and self.engine == "rapidocr" and self.language is None
         if not default or text.isascii() or importlib_version("rapidocr") == "missing":
             return []
         return missing_characters(text, packaged_characters())
 
-    def remedy_for(self, characters: Sequence[str]) -> str:
+    def remedy_for(self, characters: Sequence[str], name: str) -> str:
         """The language of rapidocr that has the scripts of the characters."""
-        return remedy_for(characters)
+        return remedy_for(characters, f"rewards.{name}.")
 
 
 Reads = TypeVar("Reads", bound=ReadingEntry)
@@ -150,8 +150,8 @@ class ReadingScorer(PackageScorer[Reads]):
         return self._engine
 
     def beyond_reader(self, *asked: str) -> Failure | None:
-        """A failure for texts that no image can score: one without a visible character, or texts of which the reader
-        knows less than half of the characters, so that it reads letters of its own in their place.
+        """A failure for texts that no image can score: one without a visible character, or texts of which more than
+        half of the characters are missing in the reader's dictionary: it reads others in their place.
 
         Args:
             asked: in their normal form.
@@ -164,7 +164,8 @@ class ReadingScorer(PackageScorer[Reads]):
             return None
         return Failure(
             "bad_item",
-            f"the reader of {self.options.scorer} does not know {some_of(lacking)} of {' / '.join(asked)!r}; "
+            f"the reader of {self.options.scorer} has no {some_of(lacking)} in its dictionary, for the text "
+            f"{' / '.join(asked)!r}; "
             f"{remedy_for(lacking)}",
         )
 
@@ -288,13 +289,17 @@ def missing_characters(text: str, known: frozenset[str] | None) -> list[str]:
     return [character for character in dict.fromkeys(folded(text)) if character != " " and character not in known]
 
 
-def remedy_for(characters: Sequence[str]) -> str:
-    """How to read characters that the default recogniser does not know."""
+def remedy_for(characters: Sequence[str], key: str = "") -> str:
+    """How to read characters that are missing in the dictionary of the default recogniser.
+
+    Args:
+        key: of the reward, with a point behind it.
+    """
     scripts = [unicodedata.name(character, "").partition(" ")[0] for character in characters]
     languages = list(dict.fromkeys(_LANGUAGES[script] for script in scripts if script in _LANGUAGES))
     if not languages:
-        return "set engine=paddleocr and a language that has them, or use another text"
-    return f"set language={' or '.join(languages)}"
+        return f"set {key}engine=paddleocr and a language that has them, or use another text"
+    return f"set {key}language={' or '.join(languages)}"
 
 
 def unusable_mask(item: RewardItem) -> Failure | None:
