@@ -123,9 +123,9 @@ def test_what_looks_like_a_text(prompt: str, others: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", ["“" * 50_000, "«”" * 50_000, " '90s" * 50_000 + "'", "„" * 50_000 + "“" * 50_000, " ’a ‘b" * 30_000]
+    "prompt", ["“" * 15_000, "«”" * 15_000, " '90s" * 15_000 + "'", "„" * 15_000 + "“" * 15_000, " ’a ‘b" * 10_000]
 )
 def test_the_time_grows_with_the_length_alone(prompt: str) -> None:
     start = time.process_time()
     read_quotes(prompt)
-    assert time.process_time() - start < 3.0  # quadratic: minutes
+    assert time.process_time() - start < 2.0  # quadratic: minutes

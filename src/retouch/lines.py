@@ -9,6 +9,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, cast
 
 from PIL import Image, ImageDraw
@@ -37,11 +38,11 @@ _UNSPACED = (
 Khmer and their relatives; ideographs, kana, bopomofo and Yi."""
 
 _ALIKE = str.maketrans(
-    dict.fromkeys("‘’‚‛′`´ʹʻʼʽ", "'")
+    dict.fromkeys("‘’‛′`´ʹʻʼʽ", "'")
     | dict.fromkeys("“”„‟″", '"')
     | dict.fromkeys("‐‑‒–—―−", "-")
     | dict.fromkeys("•‧∙⋅・", "·")
-    | {"〜": "~"}
+    | {"〜": "~", "‚": ",", "《": "«", "》": "»"}
 )
 """Typographic variants -> the character as which they are compared: readers have one of them and not the others."""
 
@@ -179,6 +180,7 @@ def _are_close(one: str, other: str) -> bool:
     )
 
 
+@cache
 def _is_unspaced(character: str) -> bool:
     return any(first <= ord(character) <= last for first, last in _UNSPACED)
 

@@ -39,7 +39,7 @@ class Scripted:
 
 def read(reader: OcrScorer, options: OcrReward | OcrLinesReward, lines: Sequence[str], **fields: Any) -> Outcome:
     scorer: Any = options.make()
-    scorer._engine = Scripted(reader.engine, lines)
+    scorer._engine, scorer._known = Scripted(reader.engine, lines), packaged_characters()
     (outcome,) = scorer.score([RewardItem(0, fields.pop("prompt", "p"), PAGE, **fields)])
     return outcome
 
@@ -80,6 +80,8 @@ def test_most_of_the_table_is_readable() -> None:
         ("DON'T", ["DON’T"]),
         ("L´été", ["L'été"]),
         ("“SALE”", ['"SALE"']),
+        ("« oui »", ["« oui 》"]),
+        ("Tür ‚zu‘", ["Tür ,zu'"]),
         ("9–17", ["9-17"]),
         ("COFFEE — TEA", ["COFFEE - TEA"]),
         ("WAIT…", ["WAIT..."]),
@@ -155,6 +157,12 @@ def test_a_text_beyond_the_reader_is_no_score_of_0(line_ocr: OcrScorer, options:
     assert isinstance(few, Score) and 0 < few.value < 1  # samples still differ
     invisible = read(line_ocr, options, ["A"], metadata={"text": "\u200b\u00ad"})
     assert isinstance(invisible, Failure) and "no visible character" in invisible.message
+
+
+def test_the_characters_of_a_loaded_engine_are_those_of_its_package(line_ocr: OcrScorer) -> None:
+    known = line_ocr._characters()
+    assert known == packaged_characters() and known is line_ocr._characters()
+    assert {"A", "é", "東", "カ", "'", "."} <= known and not {"Ж", "한", "ก", "’"} & known
 
 
 def test_the_lacking_characters_of_an_entry() -> None:

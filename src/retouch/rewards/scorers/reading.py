@@ -278,8 +278,8 @@ def _characters_of(engine: Any) -> frozenset[str]:
     """The characters that the recogniser of a `rapidocr.RapidOCR` can return, in the normal form of comparisons, and
     their small letters."""
     decoder = engine._load_rec_model().postprocess_op
-    entries = [folded(entry) for entry in decoder.character if entry != "blank"]
-    return frozenset("".join([*entries, *map(str.casefold, entries)]))
+    characters = folded(" ".join(entry for entry in decoder.character if entry != "blank"))
+    return frozenset(characters + characters.casefold())
 
 
 def missing_characters(text: str, known: frozenset[str] | None) -> list[str]:
