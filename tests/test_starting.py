@@ -123,6 +123,26 @@ def test_wide_masks_get_a_size_that_does_not_cut_them(tmp_path: Path) -> None:
     assert [item.metadata["text"] for item in discover(Path(run.data.path)).items] == [f"WORD{i}" for i in range(6)]
 
 
+def test_one_caption_without_a_text_does_not_change_the_reward(tmp_path: Path) -> None:
+    """It is left out of the manifest; a list of the user's is kept as it is, and its examples are counted."""
+    folder = wide_signs(tmp_path / "signs")
+    for number, caption in enumerate(["a sign: “WORD”", "看板「営業中」", "a plain wall", "ein Schild: „Wort“"]):
+        (folder / f"s{number}.txt").write_text(caption, encoding="utf-8")
+    run, out = started(tmp_path, folder)
+    assert [*run.rewards] == ["ocr"] and "5 examples" in out and "5 with a text to write" in out
+    assert "left out: s2.png: no text in quotes in its caption, as most have" in out
+    texts = [item.metadata["text"] for item in discover(Path(run.data.path)).items]
+    assert texts == ["WORD", "営業中", "Wort", "WORD4", "WORD5"]
+    entries = json.loads(Path(run.data.path).read_text(encoding="utf-8"))
+    own = tmp_path / "own.json"
+    absolute = {key: str(tmp_path / entries[0][key]) for key in ("image_path", "mask_path")}
+    own.write_text(json.dumps([*({**absolute, "prompt": "“A”"} for _ in range(3)), {**absolute, "prompt": "b"}]))
+    outcome = retouch("init", own, "--out", tmp_path / "own.yaml")
+    assert "1 without a text, on whose samples the reward fails" in outcome.out and "rewards ocr" in outcome.out
+    own.write_text(json.dumps([{**absolute, "prompt": "“A”"}, *({**absolute, "prompt": "b"} for _ in range(2))]))
+    assert "rewards clip, seam" in retouch("init", own, "--out", tmp_path / "few.yaml").out
+
+
 def test_a_folder_without_a_list_is_referred_to_init(tmp_path: Path) -> None:
     outcome = retouch("data", "validate", wide_signs(tmp_path / "signs"))
     assert outcome.code == 2 and outcome.err.endswith("; `retouch init` writes a list of these images\n")

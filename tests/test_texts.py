@@ -171,6 +171,58 @@ def test_doctor_reports_none_and_some(signs: Path, monkeypatch: pytest.MonkeyPat
     assert lines({**DESCRIBED, "text": "HI"}) == []
 
 
+def test_doctor_names_characters_that_the_reader_does_not_know(signs: Path) -> None:
+    run = load_run(RUN, [f"data={section(listed(signs, {**DESCRIBED, 'text': 'Кафе'}, {**DESCRIBED, 'text': 'HI'}))}"])
+    found = [line for line in data_lines(run, 1) if line.what == "data"]
+    assert [(line.status, line.says) for line in found[1:]] == [
+        (
+            "warning",
+            (
+                "the reader of rewards.ocr has no К а ф е in its dictionary, for the texts of 1 of 2 examples: set "
+                "rewards.ocr.language=cyrillic"
+            ),
+        )
+    ]
+
+
+def validated(*given: object) -> list[str]:
+    outcome = retouch("data", "validate", *given)
+    assert outcome.code == 0, outcome
+    return outcome.out.splitlines()
+
+
+def test_validate_prints_texts_and_what_looks_like_one(signs: Path) -> None:
+    prompts = ["it says “OPEN”", 'it says “OPEN" there', 'a 24" and a 10" sign', "'IN' and 'OUT'", "'A' or \"B\""]
+    path = listed(signs, *({**DESCRIBED, "prompt": prompt} for prompt in prompts), {**DESCRIBED, "text": "Кафе"})
+    lines = validated(path, "--resolution", "32x64")
+    assert [line.rpartition("; ")[2] for line in lines[:5]] == [
+        "text 'OPEN'",
+        "mask in luminance",
+        "mask in luminance",
+        "texts 'IN', 'OUT', of which ocr reads the first",
+        "text 'B'",
+    ]
+    warned = [line.split(maxsplit=3)[2:] for line in lines if "warning: " in line]
+    assert warned == [
+        ["1", 'warning: “OPEN" there looks like a text, but is not read'],
+        ["4", "warning: 'A' looks like a text, but is not read"],
+    ]
+    assert lines[-1] == "6 items can be used"
+
+
+def test_validate_names_what_the_rewards_of_a_run_cannot_read(signs: Path, tmp_path: Path) -> None:
+    path = listed(signs, DESCRIBED, {**DESCRIBED, "text": "Кафе"}, {**DESCRIBED, "text": "HI"})
+    run = tmp_path / "run.yaml"
+    run.write_text(f"extends: {RUN}\ndata: {section(path)}\n", encoding="utf-8")
+    warned = [line for line in validated(run) if line.startswith("data ") and "warning: " in line]
+    assert [line.partition("warning: ")[2] for line in warned] == [
+        "no text to read (`text`, or quotes in the prompt): rewards.ocr fails",
+        "the reader of rewards.ocr has no К а ф е in its dictionary: set rewards.ocr.language=cyrillic",
+    ]
+    run.write_text(f"extends: {RUN}\ndata: {section(path)}\nrewards: {{ocr: null, seam: {{}}}}\n", encoding="utf-8")
+    assert not [line for line in validated(run) if "warning: " in line or "text '" in line]
+
+
 def test_items_that_cannot_be_listed_are_no_reason() -> None:
     run = load_run(RUN, ["data.path=a"])
     texts.require_texts(run, "data", "a", [])

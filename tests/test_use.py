@@ -238,6 +238,8 @@ def test_several_texts_have_a_region_each(
     [
         ("The text is '{text}'.", "The text is 'A', 'B C'."),
         ('a sign with "{text}"', 'a sign with "A", "B C"'),
+        ("Ein Schild: „{text}“", "Ein Schild: „A“, „B C“"),
+        ("une enseigne « {text} »", "une enseigne « A », « B C »"),
         ("write {text}", "write A, B C"),
     ],
 )

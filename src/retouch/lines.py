@@ -6,8 +6,10 @@ polygon is in pixels of the example, because the data set scales and crops both 
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, cast
 
 from PIL import Image, ImageDraw
@@ -27,8 +29,22 @@ _FARTHEST = 1_000_000
 BETWEEN_LINES = " / "
 """Between the lines of one example in grids and reports."""
 
-_UNSPACED = ((0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF))
-"""Code points of scripts that write no spaces: kana and ideographs."""
+_UNSPACED = (
+    (0x0E00, 0x109F), (0x1780, 0x17FF), (0x1950, 0x19FF), (0x1A20, 0x1AAF), (0xA980, 0xA9FF), (0xAA60, 0xAADF),
+    (0x2E80, 0x2FDF), (0x3001, 0x312F), (0x31A0, 0x33FF), (0x3400, 0x4DBF), (0x4E00, 0xA4CF), (0xF900, 0xFAFF),
+    (0xFE30, 0xFE4F), (0xFF65, 0xFF9F), (0x1B000, 0x1B16F), (0x20000, 0x3FFFF),
+)  # fmt: skip
+"""Code points of scripts that write no spaces between words, and of their punctuation: Thai, Lao, Tibetan, Burmese,
+Khmer and their relatives; ideographs, kana, bopomofo and Yi."""
+
+_ALIKE = str.maketrans(
+    dict.fromkeys("‘’‛′`´ʹʻʼʽ", "'")
+    | dict.fromkeys("“”„‟″", '"')
+    | dict.fromkeys("‐‑‒–—―−", "-")
+    | dict.fromkeys("•‧∙⋅・", "·")
+    | {"〜": "~", "‚": ",", "《": "«", "》": "»"}
+)
+"""Typographic variants -> the character as which they are compared: readers have one of them and not the others."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +138,26 @@ def area(polygon: Sequence[Point]) -> float:
     return abs(sum(x * b - a * y for (x, y), (a, b) in zip(polygon, turned, strict=True))) / 2
 
 
+def folded(text: str, *, case_sensitive: bool = True) -> str:
+    """The normal form in which a text to write and a text that was read are compared, by every measure of this package.
+
+    NFKC (composed letters, one width, ... for …), typographic variants of quotation marks, apostrophes, dashes and
+    middle dots as one, no invisible characters; a space between words, and none where `joined` writes none.
+    """
+    plain = unicodedata.normalize("NFKC", text.translate(_ALIKE)).translate(_ALIKE)
+    visible = "".join(character for character in plain if unicodedata.category(character) != "Cf")
+    one_line = joined(visible.split())
+    return one_line if case_sensitive else unicodedata.normalize("NFKC", one_line.casefold())
+
+
 def joined(texts: Iterable[str]) -> str:
-    """The texts as one, in order: with a space between, and none between two characters of a script without spaces."""
-    whole = ""
+    """The texts as one, in order: with a space between, and none between two characters of scripts without spaces, or
+    between one and punctuation."""
+    parts: list[str] = []
     for text in texts:
-        close = not whole or not text or (_is_unspaced(whole[-1]) and _is_unspaced(text[0]))
-        whole += text if close else f" {text}"
-    return whole
+        if text:
+            parts += [" ", text] if parts and not _are_close(parts[-1][-1], text[0]) else [text]
+    return "".join(parts)
 
 
 def pieces(text: str) -> list[str]:
@@ -137,12 +166,21 @@ def pieces(text: str) -> list[str]:
     for word in text.split():
         start = 0
         for end in range(1, len(word) + 1):
-            if end == len(word) or (_is_unspaced(word[end - 1]) and _is_unspaced(word[end])):
+            if end == len(word) or _are_close(word[end - 1], word[end]):
                 found.append(word[start:end])
                 start = end
     return found
 
 
+def _are_close(one: str, other: str) -> bool:
+    unspaced = [_is_unspaced(character) for character in (one, other)]
+    return any(unspaced) and all(
+        is_unspaced or unicodedata.category(character)[0] in "PS"
+        for character, is_unspaced in zip((one, other), unspaced, strict=True)
+    )
+
+
+@cache
 def _is_unspaced(character: str) -> bool:
     return any(first <= ord(character) <= last for first, last in _UNSPACED)
 

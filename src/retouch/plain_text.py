@@ -4,6 +4,7 @@ and without halves of surrogate pairs, which cannot be written."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _ESCAPED |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}  # of names that are not UTF-8
@@ -19,3 +20,8 @@ class PrintableFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
+
+
+def some_of(parts: Sequence[str], most: int = 8) -> str:
+    """The first few parts for a message, with spaces between."""
+    return " ".join([*parts[:most], *(["…"] if len(parts) > most else [])])

@@ -8,7 +8,9 @@ from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
 from retouch.data.base import DataError, DataSection, ItemFiles
 from retouch.data.remote import pinned
-from retouch.rewards.protocol import quoted_text
+from retouch.plain_text import some_of
+from retouch.quotes import quoted_text, read_quotes
+from retouch.rewards.base import RewardEntry
 
 LISTED_BYTES = 2 << 20
 """Lists up to this size are read by `retouch check`: about 10,000 entries, in 0.2 s."""
@@ -28,10 +30,50 @@ def scored_sections(run: RunConfig) -> dict[str, DataSection]:
     return scored
 
 
-def has_text(item: ItemFiles) -> bool:
-    """Whether the reward wire finds a text: `metadata.text`, else a text in quotes in the prompt."""
+def target_text(item: ItemFiles) -> str | None:
+    """The text of an example as the reward wire finds it: `metadata.text`, else a text in quotes in the prompt."""
     text = item.metadata.get("text")
-    return bool(isinstance(text, str) and text.strip()) or quoted_text(item.prompt) is not None
+    return text if isinstance(text, str) and text.strip() else quoted_text(item.prompt)
+
+
+def has_text(item: ItemFiles) -> bool:
+    """Whether an example has a target text."""
+    return target_text(item) is not None
+
+
+def text_warnings(item: ItemFiles, readers: Mapping[str, RewardEntry]) -> list[str]:
+    """Reasons why the target text of an example may not be what its author meant, or is never read.
+
+    Args:
+        readers: the rewards that read the text, by name; empty if the run is not known.
+    """
+    text = target_text(item)
+    warnings = list[str]()
+    if text is None and readers:
+        warnings.append(f"no text to read (`text`, or quotes in the prompt): rewards.{next(iter(readers))} fails")
+    if text is None or text != item.metadata.get("text"):
+        warnings += [f"{other} looks like a text, but is not read" for other in read_quotes(item.prompt).others]
+    for name, entry in readers.items():
+        if text is not None and (lacking := entry.lacking(text)):
+            warnings.append(f"{_unknown(name, lacking)}: {entry.remedy_for(lacking, name)}")
+    return warnings
+
+
+def unknown_characters(run: RunConfig, items: Sequence[ItemFiles]) -> list[str]:
+    """For every reward whose reader cannot return characters of the texts: how many texts, and which characters."""
+    messages = list[str]()
+    for name in reading_rewards(run):
+        entry = run.rewards[name]
+        found = [lacking for item in items if (text := target_text(item)) and (lacking := entry.lacking(text))]
+        if found:
+            characters = list(dict.fromkeys(character for lacking in found for character in lacking))
+            texts = f"for the texts of {len(found)} of {len(items)} examples"
+            messages.append(f"{_unknown(name, characters)}, {texts}: {entry.remedy_for(characters, name)}")
+    return messages
+
+
+def _unknown(name: str, characters: Sequence[str]) -> str:
+    return f"the reader of rewards.{name} has no {some_of(characters)} in its dictionary"
 
 
 def require_texts(run: RunConfig, name: str, path: str, items: Sequence[ItemFiles]) -> None:

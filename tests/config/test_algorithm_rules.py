@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from retouch.config import RunConfig
+from retouch.config.check import warnings_of
 from retouch.config.needs import needed_pictures
 from retouch.core.rules import STEP_RULES
 
@@ -531,3 +532,26 @@ def test_a_style_reward_needs_references_where_it_scores(run_with: Callable[...,
     assert "reference" not in needed_pictures(run, training=False, scored=False)
     adapter = run_with("rewards={ocr: {}, style: {}}", "model.train={kind: ip_adapter}")
     assert "reference" in needed_pictures(adapter, training=False, scored=False)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "dpo", "kto", "nft", "reward_gradient"])
+def test_captions_that_no_algorithm_drops_are_a_warning(name: str, run_with: RunWith) -> None:
+    """Only supervised steps read caption_dropout; without them it was ignored."""
+    data = PAIRS if name == "kto" else "rewards={seam: {}}"
+    warm = ("warmup_data={format: self_bench, path: warm, resolution: 64}",) if name == "kto" else ()
+
+    def warned(steps: int) -> list[str]:
+        algorithm = f"algorithm={{name: {name}, caption_dropout: 0.1, sft_steps: {steps}}}"
+        run = run_with(SD, data, "rollout.guidance_scale=1", algorithm, *(warm if steps else ()))
+        return [line for line in warnings_of(run) if line.startswith("algorithm.caption_dropout: given 0.1")]
+
+    assert len(warned(0)) == 1 and warned(5) == []
+
+
+def test_labelled_images_that_are_compared_with_themselves_are_a_warning(run_with: RunWith) -> None:
+    def warned(rows: int) -> list[str]:
+        optimizer = f"optimizer={{batch_size_per_device: 1, gradient_accumulation: {rows}}}"
+        run = run_with(SD, PAIRS, "algorithm={name: kto}", optimizer)
+        return [line for line in warnings_of(run) if "on one process is its own" in line]
+
+    assert len(warned(1)) == 1 and warned(2) == []

@@ -234,7 +234,7 @@ def test_the_table_of_good_items() -> None:
 def test_a_good_folder(bench: Bench) -> None:
     outcome = retouch("data", "validate", bench.add(1, ref=picture(blue=3)).list(["1-A"]).folder, "--resolution", "32")
     assert outcome.code == 0
-    line = f"{'data':16} {'item 1':24} ok: source, mask, target, reference; mask in luminance"
+    line = f"{'data':16} {'item 1':24} ok: source, mask, target, reference; mask in luminance; text 'A'"
     assert outcome.out.splitlines() == [line, "1 items can be used"]
 
 

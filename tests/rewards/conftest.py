@@ -22,6 +22,7 @@ from tests.process_state import changes, process_state
 @pytest.fixture(scope="session", autouse=True)
 def _watched() -> Iterator[None]:
     """Every scorer of the package that a test of this folder loads or lets score leaves the process as it was."""
+    import_module("requests")  # rapidocr imports it, which adds filters of warnings once in a process
     for module in iter_modules(scorers.__path__):
         import_module(f"{scorers.__name__}.{module.name}")
     kinds, found = [PackageScorer], list[type]()

@@ -253,6 +253,14 @@ class RlConfig(Objective):
     def supervised_steps(self, run: RunConfig) -> int:
         return self.sft_steps
 
+    def warnings(self, run: RunConfig) -> Iterable[str]:
+        if self.caption_dropout and not self.sft_steps:
+            yield (
+                f"algorithm.caption_dropout: given {self.caption_dropout:g}, but {self.name} drops captions in the "
+                "supervised warm-up only, and algorithm.sft_steps is 0: no caption is dropped; set sft_steps, or leave "
+                "caption_dropout out"
+            )
+
     def rows_per_device(self, run: RunConfig, world_size: int) -> int:
         """Samples (DPO: pairs) of an epoch that a process trains on."""
         rollout = run.rollout

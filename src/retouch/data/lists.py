@@ -308,11 +308,15 @@ def text_fields(entry: Mapping[str, Any]) -> dict[str, Any]:
     text = given.get("text")
     if isinstance(text, str) and len(given) == 1:
         return given
-    if isinstance(text, str) and joined(line.text for line in _lines_of(given)) == text:
+    if isinstance(text, str) and _letters(joined(line.text for line in _lines_of(given))) == _letters(text):
         del given["text"]  # what `line_fields` made of the lines
     if len(given) > 1:
         raise DataError(f"{' and '.join(given)} given; keep one of them")
     return line_fields(_lines_of(given)) if given else {}
+
+
+def _letters(text: str) -> str:
+    return "".join(text.split())
 
 
 def _lines_of(given: Mapping[str, Any]) -> tuple[TextLine, ...]:

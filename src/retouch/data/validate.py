@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from retouch.config import load_run
@@ -13,19 +13,34 @@ from retouch.data.checking import in_threads, progress
 from retouch.data.dataset import examine, listed_in, repeated_ids
 from retouch.data.discover import data_at
 from retouch.data.lists import suffix_of
+from retouch.lines import shown_text
 from retouch.plain_text import printable
+from retouch.quotes import quoted_texts
+from retouch.rewards.base import RewardEntry
+from retouch.texts import reading_rewards, scored_sections, text_warnings
+
+
+_SHOWN = 5
+"""Items, and warnings, that the table lists one by one."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One item or list: its place, and its problem or, without one (None), how it was read, and whether its mask is
-    doubtful."""
+    """One item or list: its place, and its problem or, without one (None), how it was read.
+
+    Attributes:
+        doubtful: the mask may not be one; `note` has the reason.
+        text: a phrase on the text to write; "" without one.
+        warnings: what its author may not have meant; the item can be used.
+    """
 
     section: str
     item: str
     problem: str | None
     note: str = ""
     doubtful: bool = False
+    text: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 def validate(path: Path, size: tuple[int, int], *, trust: bool = False) -> list[Finding]:
@@ -41,16 +56,25 @@ def validate(path: Path, size: tuple[int, int], *, trust: bool = False) -> list[
         run = load_run(path, trust=trust or None)
         sections = data_sections(run)
         needs = {name: needed_pictures(run, training=name == "data") for name in sections}
-        return [f for name, data in sections.items() for f in validate_section(name, data, needs[name])]
-    return validate_section("data", data_at(path, size, ", or a run file"))
+        readers = {name: run.rewards[name] for name in reading_rewards(run)}
+        read = dict.fromkeys(scored_sections(run), readers) if readers else {}
+        return [f for name, data in sections.items() for f in validate_section(name, data, needs[name], read.get(name))]
+    return validate_section("data", data_at(path, size, ", or a run file"), readers={})
 
 
-def validate_section(section: str, data: DataSection, needs: Collection[str] = ()) -> list[Finding]:
-    """Read every item of one section, whatever was read before."""
+def validate_section(
+    section: str, data: DataSection, needs: Collection[str] = (), readers: Mapping[str, RewardEntry] | None = None
+) -> list[Finding]:
+    """Read every item of one section, whatever was read before.
+
+    Args:
+        readers: the rewards that read the texts of the items, by name, which are none for a list alone; None:
+            nothing reads them.
+    """
     listed = listed_in(data, section)
     repeated = repeated_ids([item for item in listed if isinstance(item, ItemFiles)])
     twins = [isinstance(item, ItemFiles) and item.id in repeated for item in listed]  # none of them can be used
-    findings_of = in_threads(lambda item: _finding(section, item, data, needs), listed)
+    findings_of = in_threads(lambda item: _finding(section, item, data, needs, readers), listed)
     found = list(progress(findings_of, len(listed), section))
     findings = [finding for finding, twin in zip(found, twins, strict=True) if finding.problem or not twin]
     for twice in repeated:
@@ -60,7 +84,13 @@ def validate_section(section: str, data: DataSection, needs: Collection[str] = (
     return findings
 
 
-def _finding(section: str, item: ItemFiles | ItemError, data: DataSection, needs: Collection[str]) -> Finding:
+def _finding(
+    section: str,
+    item: ItemFiles | ItemError,
+    data: DataSection,
+    needs: Collection[str],
+    readers: Mapping[str, RewardEntry] | None,
+) -> Finding:
     read = item if isinstance(item, ItemError) else examine(item, data, needs)
     if isinstance(read, ItemError):
         return Finding(section, read.where, read.problem)
@@ -70,19 +100,35 @@ def _finding(section: str, item: ItemFiles | ItemError, data: DataSection, needs
     notes = [", ".join(role for role in roles if getattr(example, role) is not None)]
     notes += [f"mask in {reading.mask_channel}"] if reading.mask_channel else []
     notes += [reading.mask_doubt] if reading.mask_doubt else []
-    return Finding(section, f"item {item.id}", None, "; ".join(notes), reading.mask_doubt is not None)
+    found = Finding(section, f"item {item.id}", None, "; ".join(notes), reading.mask_doubt is not None)
+    if readers is None:
+        return found
+    return replace(found, text=_texts_read(item), warnings=tuple(text_warnings(item, readers)))
+
+
+def _texts_read(item: ItemFiles) -> str:
+    """The text of an item, or those of its prompt; "" without one."""
+    text = shown_text(item.metadata)
+    texts = [text] if text and text.strip() else quoted_texts(item.prompt)
+    listed = ", ".join(map(repr, texts))
+    if len(texts) > 1:
+        return f"texts {listed}, of which ocr reads the first"
+    return f"text {listed}" if texts else ""
 
 
 def validation_table(findings: list[Finding]) -> str:
-    """A line for every problem and for every doubtful mask, and a count."""
+    """A line for every problem and every doubtful mask, the first warnings, and a count."""
     bad = [f for f in findings if f.problem]
     good = [f for f in findings if not f.problem]
     doubtful = [f for f in good if f.doubtful]
     lines = [f"{f.section:16} {f.item:24} {f.problem}" for f in bad]
     lines += [f"{f.section:16} {f.item:24} check: {f.note}" for f in doubtful]
     if not bad and not doubtful:
-        lines += [f"{f.section:16} {f.item:24} ok: {f.note}" for f in good[:5]]
-        lines += [f"... and {len(good) - 5} more"] if len(good) > 5 else []
+        lines += [f"{f.section:16} {f.item:24} ok: {'; '.join(filter(None, (f.note, f.text)))}" for f in good[:_SHOWN]]
+        lines += [f"... and {len(good) - _SHOWN} more"] if len(good) > _SHOWN else []
+    warned = [f"{f.section:16} {f.item:24} warning: {one}" for f in good for one in f.warnings]
+    lines += warned[:_SHOWN]
+    lines += [f"... and {len(warned) - _SHOWN} more warnings"] if len(warned) > _SHOWN else []
     verdict = f"; {len(bad)} problem{'s' if len(bad) > 1 else ''}" if bad else ""
     verdict += f"; {len(doubtful)} of the masks to check" if doubtful else ""
     return printable("\n".join([*lines, f"{len(good)} items can be used{verdict}"]))

@@ -15,7 +15,7 @@ from retouch.data.dataset import Dataset, all_embedded, doubts_of, load_dataset
 from retouch.data.formats import Data
 from retouch.doctor.line import Line
 from retouch.errors import InputError
-from retouch.texts import has_text, reading_rewards, require_texts, scored_sections
+from retouch.texts import has_text, reading_rewards, require_texts, scored_sections, unknown_characters
 
 if TYPE_CHECKING:
     from retouch.observe import RunDir
@@ -33,6 +33,8 @@ def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
         yield _readable(name, section, read[name])
         if name in scored_sections(run):
             yield from _texts(run, name, read[name])
+            for message in unknown_characters(run, read[name].items):
+                yield Line("warning", name, message)
     if run.evaluation.data is None:
         yield Line("warning", "evaluation.data", "none: the run evaluates on training examples; set evaluation.data")
     if "data" in read:

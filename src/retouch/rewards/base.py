@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
     from retouch.config.run import RunConfig
 
+_TEXTS = "texts 2"
+"""In the revision of every scorer that compares texts: which text of a prompt is read (`retouch.quotes`), and how
+`ocr`, `ocr_lines`, `recognizer` and `glyph_structure` compare it (`retouch.lines.folded`)."""
+
 NO_NETWORK = "this scorer has no network and runs on the CPU; leave device out"
 
 
@@ -123,6 +127,15 @@ class RewardEntry(Section):
     def reads_text(self) -> bool:
         """Whether the scorer compares what it reads in the image with the target text of the example."""
         return False
+
+    def lacking(self, text: str) -> list[str]:
+        """Characters of a target text that the scorer's reader cannot return, as far as this is known without a model
+        that is not installed: no image scores 1."""
+        return []
+
+    def remedy_for(self, characters: Sequence[str], name: str) -> str:
+        """How the reward `name` can score texts with characters that are `lacking`."""
+        return "leave these examples out, or set rewards that read them"
 
     def compares_group(self) -> bool:
         """Whether a value depends on the other samples of its group. Such a reward is scored in training only, where
@@ -332,6 +345,7 @@ class PackageScorer(Generic[Options]):
         """Describe the scorer by its options; `revision` names everything else that its scores depend on."""
         o = self.options
         options = f" options {digest}" if (digest := o.options_digest()) else ""
+        options = (f" {_TEXTS}" if o.reads_text() else "") + options
         revision = revision.removesuffix(options) + options  # a scorer may extend its own revision
         self.spec = ScorerSpec(o.spec_name, o.value_range, o.required_images(), revision, o.licence)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from retouch import plain_json
 from retouch.errors import code_place, shown
 from retouch.lines import TextLine, parse_lines
+from retouch.quotes import quoted_text, quoted_texts
 from retouch.rewards.foreign import MOST_CHARACTERS, one_line, plain_detail
 from retouch.types import Failure, Outcome, Score
 
@@ -114,32 +114,6 @@ class RewardBackend(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-_LETTER = r"[0-9A-Za-z_\u00c0-\u052f\u1e00-\u1fff]"
-"""Letter of a script that writes an apostrophe within words (Latin, Greek, Cyrillic): next to one, a single quote may
-be an apostrophe."""
-
-_DOUBLE, _OPENING, _CLOSING = (re.compile(p) for p in (r'"([^"]*)"', rf"(?<!{_LETTER})'", rf"'(?!{_LETTER})"))
-
-
-def quoted_text(prompt: str) -> str | None:
-    """The text in the first pair of double quotes of a prompt that holds more than white space, else in the first such
-    pair of single quotes; None without one."""
-    return next(iter(quoted_texts(prompt)), None)
-
-
-def quoted_texts(prompt: str) -> list[str]:
-    """Every text in double quotes of a prompt that holds more than white space; without one, those in single quotes."""
-    found = [text for text in _DOUBLE.findall(prompt) if text.strip()]
-    return found or [text for text in _single_quoted(prompt) if text.strip()]
-
-
-def _single_quoted(prompt: str) -> Iterator[str]:
-    at = 0
-    while (first := _OPENING.search(prompt, at)) and (last := _CLOSING.search(prompt, first.end())):
-        yield prompt[first.end() : last.start()]
-        at = last.end()
 
 
 def text_to_read(item: RewardItem) -> str | Failure:

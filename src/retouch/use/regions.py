@@ -24,18 +24,23 @@ from retouch.imaging import (
     read_mask,
 )
 from retouch.lines import TextLine
+from retouch.quotes import CLOSERS
 
 ImageFile = Path | PackedImage
 
-_QUOTED = re.compile(r"""(["'])\{text\}\1""")
+_QUOTED = re.compile(rf"([{''.join(CLOSERS)}]\s?)\{{text\}}(\s?[{''.join(CLOSERS.values())}])")
 
 
 def template_prompt(template: str, texts: Sequence[str]) -> str:
     """The prompt of a template with one or more texts for {text}; every text has the quotes of the template."""
     if len(texts) == 1:
         return template.replace("{text}", texts[0])
-    quoted = _QUOTED.sub(lambda found: ", ".join(f"{found[1]}{text}{found[1]}" for text in texts), template)
-    return quoted.replace("{text}", ", ".join(texts))
+
+    def each(found: re.Match[str]) -> str:
+        paired = found[2].strip() in CLOSERS[found[1][0]]
+        return ", ".join(f"{found[1]}{text}{found[2]}" for text in texts) if paired else found[0]
+
+    return _QUOTED.sub(each, template).replace("{text}", ", ".join(texts))
 
 
 def boxes_mask(boxes: Sequence[Box], size: tuple[int, int]) -> Image.Image:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 
 from retouch.algorithms import ALGORITHMS
@@ -24,8 +25,8 @@ from retouch.disk import write_whole
 from retouch.families import FAMILIES
 from retouch.families.base import TINY_SIZE_MULTIPLE
 from retouch.imaging import Fit, ImageProblem, open_image
+from retouch.quotes import quoted_text
 from retouch.registry import import_plugins_of_environment
-from retouch.rewards.protocol import quoted_text
 from retouch.texts import has_text
 
 _HELD_OUT = 0.2
@@ -99,7 +100,7 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
             )
         if given not in known:
             raise ConfigError(f"{option}: given {given!r}; {nearest(given, known)}")
-    found = discover(folder)
+    found = _without_descriptions(discover(folder), folder)
     _require_masks(found, folder, family)
     manifest = out.with_name(f"{out.stem}_data.json")
     for file in (out, *([manifest] if found.path is None else [])):
@@ -118,11 +119,42 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
     texts = sum(map(has_text, found.items))
     masks = sum(item.mask_path is not None for item in found.items)
     lines = [f"{folder}: {_count(found)}, {masks} with a mask, {texts} with a text to write"]
+    lines += _unread(run, texts)
     lines += [f"left out: {problem}" for problem in found.left_out[:_SHOWN]]
     lines += [f"left out: {len(found.left_out) - _SHOWN} more"] if len(found.left_out) > _SHOWN else []
     lines += [f"{file}: written" for file in (run.data, run.held_out) if found.path is None and file is not None]
     lines += [f"{out}: {algorithm} on {family}, rewards {', '.join(config.rewards)}"]
     return [*lines, f"next: retouch data validate {out}; retouch check {out}; retouch train {out}"]
+
+
+def _mostly_texts(found: Found) -> bool:
+    """Whether more than half of the examples have a text to write: a caption without one does not change the reward."""
+    return 2 * sum(map(has_text, found.items)) > len(found.items)
+
+
+def _without_descriptions(found: Found, folder: Path) -> Found:
+    """Without the examples on which a reward that reads fails, if a manifest is written and most others have a text."""
+    if found.path is not None or not _mostly_texts(found):
+        return found
+    texts = [has_text(item) for item in found.items]
+    without = [entry["image_path"] for entry, text in zip(found.entries, texts, strict=True) if not text]
+    names = [os.path.relpath(path, folder.resolve()) for path in without]
+    return replace(
+        found,
+        entries=list(compress(found.entries, texts)),
+        items=list(compress(found.items, texts)),
+        left_out=[*(f"{name}: no text in quotes in its caption, as most have" for name in names), *found.left_out],
+    )
+
+
+def _unread(run: _Run, texts: int) -> list[str]:
+    """A line on the examples of a list without a text, if the reward reads one."""
+    without = len(run.found.items) - texts
+    if not without or not _mostly_texts(run.found):
+        return []
+    return [
+        f"{without} without a text, on whose samples the reward fails: give them one, or leave them out of the list"
+    ]
 
 
 def _require_fitting(run: _Run, out: Path) -> None:
@@ -161,7 +193,7 @@ def _write_manifest(found: Found, manifest: Path) -> tuple[Path, Path | None, in
     manifest.parent.mkdir(parents=True, exist_ok=True)
     root = manifest.parent.resolve()
     entries = [{k: v if k == "prompt" else os.path.relpath(v, root) for k, v in e.items()} for e in found.entries]
-    if all(map(has_text, found.items)):  # as rewards find it, for reports and glyph_correlation
+    if _mostly_texts(found):  # as rewards find it, for reports and glyph_correlation
         entries = [{**entry, "text": quoted_text(entry["prompt"]) or ""} for entry in entries]
     write_whole(manifest, json.dumps(entries, indent=1, ensure_ascii=False) + "\n")
     if len(entries) < _ENOUGH:
@@ -297,9 +329,9 @@ def _rollout(run: _Run) -> list[str]:
 
 
 def _rewards(run: _Run) -> list[str]:
-    """OCR if every example has a text, of each line if one has several; else how well the image fits its prompt, and
+    """OCR if most examples have a text, of each line if one has several; else how well the image fits its prompt, and
     the edge of the mask."""
-    if all(map(has_text, run.found.items)):
+    if _mostly_texts(run.found):
         server, where = ("null", "null reads in this process")
         if run.trains_on_rewards:
             server, where = "auto", "auto starts a server for the run"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.algorithms.base import RlConfig
@@ -48,6 +48,15 @@ class KtoConfig(RlConfig):
     def forwards_per_image(self, run: RunConfig, optimizer_steps: int, guided: int, backward: int) -> float:
         """Reference, baseline and training forward of each noised copy."""
         return float(self.timesteps_per_image * (2 + backward))
+
+    def warnings(self, run: RunConfig) -> Iterable[str]:
+        yield from super().warnings(run)
+        if run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation == 1:
+            yield (
+                "optimizer.gradient_accumulation: given 1, with one image in an optimizer step of each process; kto "
+                "compares the gain of an image with the mean gain of its step, which on one process is its own: an "
+                "image with a gain trains as hard as one without; set optimizer.gradient_accumulation=8 or more"
+            )
 
     def check(self, run: RunConfig, key: str = "") -> None:
         self.takes_only_given_images(run, "trains on target_path and label of a manifest")

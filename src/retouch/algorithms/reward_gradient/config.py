@@ -56,6 +56,7 @@ class RewardGradientConfig(RlConfig):
         return guided * run.rollout.num_steps + self.trained_steps(run) * (backward + (1 if self.kl_weight else 0))
 
     def warnings(self, run: RunConfig) -> Iterable[str]:
+        yield from super().warnings(run)
         rows = run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation
         steps = -(-self.rows_per_device(run, 1) // rows)
         if steps > 1:

@@ -15,7 +15,8 @@ from pydantic import Field, model_validator
 
 from retouch.config.base import Unit
 from retouch.glyphs import contrast, ink_box
-from retouch.imaging import Box, normalize_text
+from retouch.imaging import Box
+from retouch.lines import folded
 from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels, with_image
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
@@ -119,7 +120,8 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
         assert self._reader is not None
         found = read_characters(self._reader.engine, crop, self.options.detect)
         ink = ink_box(crop)
-        places = iter(aligned("".join(asked.split()), "".join(character.text[:1] for character in found)))
+        read = "".join(folded(character.text)[:1] or character.text[:1] for character in found)
+        places = iter(aligned("".join(asked.split()), read))
         boxes: list[Box | None] = []
         for char in asked:
             place = None if char.isspace() else next(places)
@@ -144,7 +146,7 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
         text = unreadable(item, margin) or text_to_read(item)
         if isinstance(text, Failure):
             return text
-        crop, asked = crop_for(item, margin), normalize_text(text)
+        crop, asked = crop_for(item, margin), folded(text)
         boxes = self._sliced(crop, asked) if self._reader is None else self._recognised(crop, asked)
         known = {i: index for i, char in enumerate(asked) if (index := index_of(char)) is not None}
         if not known:

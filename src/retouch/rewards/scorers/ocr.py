@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from retouch.config.base import Unit
-from retouch.imaging import normalize_text, text_similarity
+from retouch.imaging import text_similarity
+from retouch.lines import folded
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer, crop_for, unreadable
 from retouch.types import Failure, Outcome, Score
@@ -56,8 +57,10 @@ class OcrScorer(ReadingScorer[OcrReward]):
         return self.read_texts(crops) if self.options.detect else self.read_lines(crops)
 
     def _compare(self, wanted: str, found: str, confidence: float) -> Outcome:
-        wanted = normalize_text(wanted, case_sensitive=self.options.case_sensitive)
-        found = normalize_text(found, case_sensitive=self.options.case_sensitive)
+        wanted = folded(wanted, case_sensitive=self.options.case_sensitive)
+        if (failure := self.beyond_reader(wanted)) is not None:
+            return failure
+        found = folded(found, case_sensitive=self.options.case_sensitive)
         similarity = text_similarity(wanted, found)
         detail = {
             "text": found,

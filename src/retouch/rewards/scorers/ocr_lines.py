@@ -15,8 +15,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 from retouch.config.base import Unit
-from retouch.imaging import normalize_text, text_similarity
-from retouch.lines import BETWEEN_LINES, MOST_LINES, TextLine, joined
+from retouch.imaging import text_similarity
+from retouch.lines import BETWEEN_LINES, MOST_LINES, TextLine, folded, joined
 from retouch.rewards.line_crops import as_pixels, upright
 from retouch.rewards.matching import MOST_EXACT, Matching, Order, Weight, match_lines
 from retouch.rewards.protocol import RewardItem, lines_to_read
@@ -77,16 +77,18 @@ class OcrLinesScorer(ReadingScorer[OcrLinesReward]):
         if isinstance(asked, Failure):
             return asked
         wanted = [self._normal(line.text) for line in asked]
-        if not all(wanted):
+        if not self.options.punctuation and not all(wanted):
             return Failure("bad_item", "a line to read is punctuation alone; set punctuation=true, or leave it out")
+        if (failure := self.beyond_reader(*wanted)) is not None:
+            return failure
         placed = self.options.places and all(line.polygon is not None for line in asked)
         read = self._read_places(item, asked, wanted) if placed else self._find_and_match(item, wanted)
         return read if isinstance(read, Failure) else _score_of(wanted, read)
 
     def _normal(self, text: str) -> str:
         if not self.options.punctuation:
-            text = "".join(" " if unicodedata.category(c).startswith("P") else c for c in text)
-        return normalize_text(text, case_sensitive=self.options.case_sensitive)
+            text = "".join(" " if unicodedata.category(c).startswith("P") else c for c in folded(text))
+        return folded(text, case_sensitive=self.options.case_sensitive)
 
     def _read_places(self, item: RewardItem, asked: Sequence[TextLine], wanted: Sequence[str]) -> _Reading | Failure:
         crops = [upright(item.image, line.polygon) for line in asked if line.polygon is not None]

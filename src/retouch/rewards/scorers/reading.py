@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import math
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,8 +19,9 @@ from retouch.config.base import Text
 from retouch.config.errors import nearest
 from retouch.errors import ConfigError
 from retouch.imaging import MASK_THRESHOLD, Box, mask_box, widen
-from retouch.lines import Bounds
+from retouch.lines import Bounds, folded, joined
 from retouch.machine import threads_sleep
+from retouch.plain_text import some_of
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers import paddle
@@ -30,6 +32,13 @@ _HEIGHT = 48  # pixels to which the recogniser scales the height of a line
 _BUCKET = 32  # line widths are padded to a multiple of this: a score then does not depend on its batch
 _BATCH = 16
 _LONGEST = 32  # ratio of the sides of a crop: detection scales the short side up to 736 px, and a sliver takes minutes
+
+
+_LANGUAGES = {
+    "CYRILLIC": "cyrillic", "HANGUL": "korean", "ARABIC": "arabic", "DEVANAGARI": "devanagari", "THAI": "th",
+    "GREEK": "el", "TAMIL": "ta", "TELUGU": "te", "KANNADA": "ka",
+}  # fmt: skip
+"""Script, as names of characters begin -> language of rapidocr that reads it."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,9 @@ class ReadingEntry(RewardEntry):
     engine: Literal["rapidocr", "paddleocr"] = "rapidocr"
     """Library that reads. PaddleOCR 3 or newer must be installed separately, and downloads its models."""
     language: Text | None = None
-    """Language of the recogniser by the engine's name for it, like "japan", "korean" or "arabic"; the model is
-    downloaded on first use. Null is the engine's default, which reads Chinese and English."""
+    """Language of the recogniser by the engine's name for it, like "korean", "cyrillic" or "arabic"; the model is
+    downloaded on first use. Null is the engine's default, which reads Chinese, Japanese and most languages with Latin
+    letters."""
 
     @property
     def cpu_only(self) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -83,6 +93,18 @@ class ReadingEntry(RewardEntry):
         version = importlib_version("rapidocr") if self.engine == "rapidocr" else paddle.version()
         return f"{self.engine} {version}" + (f" {self.language}" if self.language else "")
 
+    def lacking(self, text: str) -> list[str]:
+        """Those that are missing in the dictionary of rapidocr's default model; none for another engine or language,
+        whose model may not be here."""
+        default = self.is_made_here and self.engine == "rapidocr" and self.language is None
+        if not default or text.isascii() or importlib_version("rapidocr") == "missing":
+            return []
+        return missing_characters(text, packaged_characters())
+
+    def remedy_for(self, characters: Sequence[str], name: str) -> str:
+        """The language of rapidocr that has the scripts of the characters."""
+        return remedy_for(characters, f"rewards.{name}.")
+
 
 Reads = TypeVar("Reads", bound=ReadingEntry)
 
@@ -94,6 +116,7 @@ class ReadingScorer(PackageScorer[Reads]):
         super().__init__(options, f"{options.reader()} {settings or options.scorer}")
         self._engine: Any = None
         self._paddle: paddle.PaddleReader | None = None
+        self._known: frozenset[str] | None = None
 
     def load(self, device: str) -> None:
         """Build the engine; rapidocr always runs on the CPU.
@@ -110,7 +133,7 @@ class ReadingScorer(PackageScorer[Reads]):
         except ImportError:
             raise ConfigError(f'the {self.options.scorer} reward needs rapidocr: pip install "retouch[ocr]"') from None
         _let_sessions_sleep()
-        language = {} if self.options.language is None else {"Rec.lang_type": _rapid_language(self.options.language)}
+        language = {} if self.options.language is None else _rapid_language(self.options.language)
         self._engine = RapidOCR(
             params={
                 "Global.log_level": "error",
@@ -126,6 +149,32 @@ class ReadingScorer(PackageScorer[Reads]):
         """The loaded `rapidocr.RapidOCR`; None with PaddleOCR."""
         return self._engine
 
+    def beyond_reader(self, *asked: str) -> Failure | None:
+        """A failure for texts that no image can score: one without a visible character, or texts of which more than
+        half of the characters are missing in the reader's dictionary: it reads others in their place.
+
+        Args:
+            asked: in their normal form.
+        """
+        if not all(asked):
+            return Failure("bad_item", "the text to read has no visible character; set another one, or leave it out")
+        written = "".join(asked).replace(" ", "")
+        lacking = missing_characters(written, self._characters())
+        if 2 * sum(map(written.count, lacking)) <= len(written):
+            return None
+        return Failure(
+            "bad_item",
+            f"the reader of {self.options.scorer} has no {some_of(lacking)} in its dictionary, for the text "
+            f"{' / '.join(asked)!r}; "
+            f"{remedy_for(lacking)}",
+        )
+
+    def _characters(self) -> frozenset[str] | None:
+        """The characters that the loaded engine can return; None if it does not list them."""
+        if self._known is None and self._engine is not None and hasattr(self._engine, "cfg"):
+            self._known = _characters_of(self._engine)
+        return self._known
+
     def find_lines(self, crops: Sequence[Pixels]) -> list[list[FoundLine]]:
         """The lines of each RGB crop, in the engine's order: from top to bottom, then from left to right."""
         if self._paddle is not None:
@@ -133,14 +182,13 @@ class ReadingScorer(PackageScorer[Reads]):
         return [self._find(crop) for crop in crops]
 
     def read_texts(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
-        """The text of all lines of each RGB crop, with spaces between, and its mean confidence; ("", 0.0) without
-        lines."""
+        """The text of all lines of each RGB crop, `joined`, and its mean confidence; ("", 0.0) without lines."""
         if self._paddle is not None:
             found = self._paddle.read_texts(crops)
         else:
             outputs = [self._output(crop) for crop in crops]
             found = [(output.txts or (), output.scores or ()) for output in outputs]  # None where nothing was found
-        return [(" ".join(texts), float(np.mean(scores))) if texts else ("", 0.0) for texts, scores in found]
+        return [(joined(texts), float(np.mean(scores))) if texts else ("", 0.0) for texts, scores in found]
 
     def read_lines(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
         """Text and confidence of each RGB crop, which holds one line."""
@@ -199,13 +247,59 @@ def _let_sessions_sleep() -> None:
     sessions.SessionOptions = options
 
 
-def _rapid_language(language: str) -> Any:
-    from rapidocr.utils.typings import LangRec
+def _rapid_language(language: str) -> dict[str, Any]:
+    """Parameters of rapidocr for a language: of its newest models that read it, which are not always the default ones.
+
+    Raises:
+        ConfigError: no model reads it.
+    """
+    from rapidocr.utils.model_resolver import list_supported_langs
+    from rapidocr.utils.typings import LangRec, ModelType, OCRVersion, TaskType
 
     known = {one.value: one for one in LangRec}
     if language not in known:
         raise ConfigError(f"language: given {language!r}, which rapidocr does not read; {nearest(language, known)}")
-    return known[language]
+    for version, kind in (("PP-OCRv6", "small"), ("PP-OCRv5", "mobile"), ("PP-OCRv4", "mobile")):
+        if language in list_supported_langs(TaskType.REC, OCRVersion(version), ModelType(kind)):
+            versions = {"Rec.ocr_version": OCRVersion(version), "Rec.model_type": ModelType(kind)}
+            return {"Rec.lang_type": known[language], **versions}
+    raise ConfigError(f"language: given {language!r}, for which rapidocr has no small model; set another one")
+
+
+@cache
+def packaged_characters() -> frozenset[str]:
+    """The characters of rapidocr's default recogniser, which is in its wheel."""
+    from rapidocr import RapidOCR
+
+    return _characters_of(RapidOCR(params={"Global.log_level": "error"}))
+
+
+def _characters_of(engine: Any) -> frozenset[str]:
+    """The characters that the recogniser of a `rapidocr.RapidOCR` can return, in the normal form of comparisons, and
+    their small letters."""
+    decoder = engine._load_rec_model().postprocess_op
+    characters = folded(" ".join(entry for entry in decoder.character if entry != "blank"))
+    return frozenset(characters + characters.casefold())
+
+
+def missing_characters(text: str, known: frozenset[str] | None) -> list[str]:
+    """The characters of a text, once each and in order, that a reader cannot return; none if `known` is None."""
+    if known is None:
+        return []
+    return [character for character in dict.fromkeys(folded(text)) if character != " " and character not in known]
+
+
+def remedy_for(characters: Sequence[str], key: str = "") -> str:
+    """How to read characters that are missing in the dictionary of the default recogniser.
+
+    Args:
+        key: of the reward, with a point behind it.
+    """
+    scripts = [unicodedata.name(character, "").partition(" ")[0] for character in characters]
+    languages = list(dict.fromkeys(_LANGUAGES[script] for script in scripts if script in _LANGUAGES))
+    if not languages:
+        return f"set {key}engine=paddleocr and a language that has them, or use another text"
+    return f"set {key}language={' or '.join(languages)}"
 
 
 def unusable_mask(item: RewardItem) -> Failure | None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.base import Unit
 from retouch.glyphs import ink_box
-from retouch.imaging import Box, normalize_text, text_similarity
+from retouch.imaging import Box, text_similarity
+from retouch.lines import folded
 from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels, with_image
 from retouch.rewards.protocol import RewardItem, lines_to_read
@@ -51,6 +52,11 @@ class RecognizerReward(RewardEntry):
 
     def reads_text(self) -> bool:
         return True
+
+    def lacking(self, text: str) -> list[str]:
+        from retouch.text_recognizer import CHARACTERS
+
+        return [character for character in dict.fromkeys(folded(text)) if character not in CHARACTERS]
 
 
 class RecognizerScorer(PixelScorer[RecognizerReward]):
@@ -105,7 +111,7 @@ class RecognizerScorer(PixelScorer[RecognizerReward]):
         text = unreadable(item, self.options.crop_margin) or one_line_to_read(item)
         if isinstance(text, Failure):
             return text
-        asked = normalize_text(text)
+        asked = folded(text)
         if (classes := classes_of(asked)) is None:
             return Failure("bad_item", f"{asked!r} holds characters other than A-Z, a-z, 0-9 and the space; use ocr")
         left, top, right, bottom = self._line_box(item)

@@ -46,6 +46,9 @@ class StyleReward(RewardEntry):
     def reads_text(self) -> bool:
         return self.is_made_here and self.gate > 0  # the gate of a running server is the server's
 
+    def lacking(self, text: str) -> list[str]:
+        return OcrReward().lacking(text) if self.reads_text() else []
+
     def extras(self) -> frozenset[str]:
         return frozenset({"ocr"} if self.gate > 0 else ())
 
