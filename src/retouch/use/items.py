@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,6 +31,7 @@ from retouch.imaging import (
     read_mask,
     to_rgb,
 )
+from retouch.prompts import PromptCheck, require_read
 from retouch.use.regions import (
     ImageFile,
     boxes_mask,
@@ -133,6 +135,7 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     )
     if problem:
         raise DataError(problem.problem)
+    require_read(config, section, item)
     return section, [item]
 
 
@@ -234,14 +237,15 @@ def examples_of(
     """
     _takes_references(config, reference, scored=scored)
     needs = needed_pictures(config, training=False, scored=scored)
+    load = partial(load_dataset, check_prompts=PromptCheck(config))
     if reference is None:
-        found = load_dataset(section, purpose, needs)
+        found = load(section, purpose, needs)
         require_more_images(config, purpose, found.items)
         return found
     file = _file(reference, "reference")
     assert file is not None
     to_rgb(open_image(file))  # one message, not one for each item
-    found = load_dataset(section, purpose, needs - {"reference"})
+    found = load(section, purpose, needs - {"reference"})
     require_more_images(config, purpose, found.items)
     return Dataset(section, [replace(item, reference_path=file) for item in found.items])
 
