@@ -22,7 +22,7 @@ from retouch.config.load import load_run
 from retouch.data.base import ItemFiles
 from retouch.families import FAMILIES
 from retouch.families.diffusion import FamilyModel
-from retouch.families.loading import ModelFilesError, component_path, family_class
+from retouch.families.loading import component_path, family_class
 from retouch.families.qwen.text import Shown, prefix_length
 from retouch.families.text import TextEncoder
 from retouch.families.tiny import tiny_pipeline
@@ -364,8 +364,6 @@ def test_embeddings_do_without_tokenizers(listed: Path, tmp_path: Path) -> None:
     run = load_run(listed, [f"model.path={bare}", f"model.embeddings={folder}"])
     item = ItemFiles(0, LONG + "'OPEN'")
     assert PromptCheck(run)(run.data, [item]) == ([], {})
-    with pytest.raises(ModelFilesError, match="tokenizer"):
-        PromptCheck(load_run(listed, [f"model.path={bare}"]))(run.data, [item])
     [note], problems = PromptCheck(run, local=True)(run.data, [item])
     assert note.startswith("prompts are not counted: model.path: cannot load tokenizer/") and not problems
 

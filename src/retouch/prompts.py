@@ -46,14 +46,11 @@ class PromptCheck:
         """Warnings about prompts that are cut, and by its position each item of whose prompt no text encoder reads the
         target text, or anything.
 
-        Raises:
-            ModelFilesError, ConfigError: tokenizers that are missing, but needed by the run.
-        """
+        Without tokenizers nothing is counted: a run does without them if it has stored embeddings, and else loading the
+        model reports them."""
         try:
             readers = self._readers(embedded=all_embedded(items))
         except (ModelFilesError, ConfigError, ImportError, NotImplementedError) as error:
-            if self._needs_tokenizers(error):
-                raise
             return ([f"prompts are not counted: {_reason(error)}"] if self.local else []), {}
         cut = {name: self._cut(reader, section, items) for name, reader in readers.items()}
         by_all = set[int].intersection(*map(set, cut.values())) if cut else set[int]()
@@ -65,10 +62,6 @@ class PromptCheck:
         items = [ItemFiles(0, prompt) for prompt in self.run.model.fixed_prompts]
         warnings, _ = self(self.run.data, items)
         return [f"model.negative_prompt: {warning}" for warning in warnings]
-
-    def _needs_tokenizers(self, error: Exception) -> bool:
-        """With stored embeddings, or a family that does not count, a run does without."""
-        return not self.local and self.run.model.embeddings is None and not isinstance(error, NotImplementedError)
 
     def _readers(self, *, embedded: bool) -> Readers:
         """Raises: ModelFilesError, ConfigError, ImportError, NotImplementedError: as `FamilyModel.prompt_readers`."""

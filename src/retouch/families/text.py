@@ -90,9 +90,8 @@ class TextEncoder:
     ) -> TextEncoder:
         """`text_encoder{number}/` of a model with its `tokenizer{number}/`; no `length` takes that of the tokenizer."""
         name = f"text_encoder{number}"
-        tokenizer = load_component(AutoTokenizer, path, f"tokenizer{number}", None)
-        given = length or tokenizer.model_max_length
-        return cls(network(kind, name), tokenizer, given, output, name, fixed=length is None)
+        model, tokenizer = network(kind, name), load_component(AutoTokenizer, path, f"tokenizer{number}", None)
+        return cls(model, tokenizer, length or tokenizer.model_max_length, output, name, fixed=length is None)
 
     @property
     def reader(self) -> PromptReader:

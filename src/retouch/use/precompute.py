@@ -62,7 +62,7 @@ def usable(config: RunConfig) -> None:
 def datasets(config: RunConfig) -> list[Dataset]:
     """Every data section of a run. Items whose text no encoder reads are counted, but stay: training leaves them out
     only where it has the tokenizers, and requires the embeddings of the others."""
-    check = PromptCheck(config.model_copy(update={"model": config.model.model_copy(update={"embeddings": None})}))
+    check = PromptCheck(config)
 
     def tolerant(section: DataSection, items: Sequence[ItemFiles]) -> tuple[Sequence[str], Mapping[int, ItemError]]:
         warnings, problems = check(section, items)

@@ -9,6 +9,7 @@ Legend: L tokens of a row, D width.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from transformers import Qwen2_5_VLProcessor
 
 from retouch.families.loading import ModelFilesError
 from retouch.families.text import PromptReader
+
+logger = logging.getLogger(__name__)
 
 Task = Literal["draw", "edit", "edit_plus"]
 """Chat template of a prompt: text to image, one image to edit, or numbered images to edit."""
@@ -172,8 +175,7 @@ class ChatStates:
         return self._shortened(inputs, drop, prompt), drop
 
     def _shortened(self, inputs: dict[str, Tensor], drop: int, prompt: str) -> dict[str, Tensor]:
-        """Cut the last tokens of a prompt that is too long, which `retouch.prompts` reports; images and the end of the
-        chat stay."""
+        """Cut the last tokens of a prompt that is too long; images and the end of the chat stay."""
         ids = inputs["input_ids"]
         over = ids.shape[1] - drop - self.length
         if over <= 0:
@@ -186,6 +188,13 @@ class ChatStates:
                 f"model.max_sequence_length is {self.length}; raise it, or give the text encoder smaller images "
                 "(model.vision_pixels)"
             )
+        logger.warning(
+            "a prompt of %d tokens is cut to %d, because model.max_sequence_length is %d: %.60r",
+            words,
+            words - over,
+            self.length,
+            prompt,
+        )
         return without_tokens_before(inputs, tail, over)
 
 

@@ -8,6 +8,7 @@ Legend: L tokens of a chat, S tokens with padding, D width.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from transformers import Qwen3VLProcessor
 
 from retouch.families.qwen.text import SEEN, Shown, without_tokens_before
 from retouch.families.text import PromptReader
+
+logger = logging.getLogger(__name__)
 
 SYSTEM = "Comprehend and analyze the provided prompt."
 """System message that the released model was trained with."""
@@ -115,8 +118,7 @@ class PromptStates:
         return len(self.processor.apply_chat_template(message, tokenize=True, return_dict=False)[0])
 
     def _shortened(self, inputs: dict[str, Tensor], prompt: str, over: int) -> dict[str, Tensor]:
-        """Without the last tokens of the prompt, which `retouch.prompts` reports: images and the end of the chat
-        stay."""
+        """Without the last tokens of the prompt: images and the end of the chat stay."""
         tokenizer = self.processor.tokenizer
         count = len(tokenizer(prompt, verbose=False).input_ids)
         if over > count:
@@ -124,6 +126,13 @@ class PromptStates:
                 f"the chat around a prompt takes more than model.max_sequence_length {self.length} tokens; set "
                 f"{self.length + over - count + 64} or more"
             )
+        logger.warning(
+            "a prompt of %d tokens is cut to %d, because model.max_sequence_length is %d: %.60r",
+            count,
+            count - over,
+            self.length,
+            prompt,
+        )
         return without_tokens_before(inputs, len(tokenizer(END).input_ids), over)
 
 

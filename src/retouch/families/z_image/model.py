@@ -39,8 +39,8 @@ class ZImage(FamilyModel):
 
     @classmethod
     def text_encoders(cls, config: ZImageModel, path: str, network: Networks, *, embedded: bool) -> Mapping[str, Any]:
-        tokenizer = load_component(AutoTokenizer, path, "tokenizer", None)
-        return _chat(network(Qwen3Model, "text_encoder"), tokenizer, config.max_sequence_length)
+        encoder = network(Qwen3Model, "text_encoder")
+        return _chat(encoder, load_component(AutoTokenizer, path, "tokenizer", None), config.max_sequence_length)
 
     @classmethod
     def from_pipeline(cls, pipeline: Any, length: int = 128, config: ZImageModel | None = None) -> Self:
