@@ -99,7 +99,7 @@ class TextEncoder:
 
     def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
         """See `PromptReader`; the marks around a prompt are never cut."""
-        return len(self.tokenizer(prompt, verbose=False).input_ids)
+        return len(self.tokenizer(prompt, verbose=False, return_attention_mask=False).input_ids)
 
     def tokens(self, prompts: Sequence[str]) -> Tensor:
         """[B, S] int64."""
