@@ -7,7 +7,9 @@ measure independent of OCR: it compares ink with ink, which a texture that fools
 from __future__ import annotations
 
 import importlib
+import unicodedata
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,12 @@ FONTS = {
 """Font name -> module of its package. Grotesque, serif, rounded, geometric; all read well at 16 px."""
 
 _CANVAS = (64, 24)  # width, height at which ink is compared
+
+_NO_CHARACTER = "\uffff"
+"""In no font: its glyph is the one that stands for missing characters."""
+
+_LEADING = 1.2
+"""Distance of two lines of a text, in sizes of the font."""
 
 Ink = NDArray[np.float64]
 
@@ -74,19 +82,54 @@ def write_spaced(picture: Image.Image, word: str, name: str, box: Box, ink: tupl
         draw.text((round(x), round((top + bottom - cap_top - cap_bottom) / 2)), letter, font=face, fill=ink)
 
 
-def glyph_correlation(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) -> float:
+def glyph_correlation(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) -> float | None:
     """Highest normalised correlation, in [-1, 1], of the ink inside the mask with a rendering of `text` in one of
-    `FONTS`, tight or evenly spaced, both cropped to their ink and scaled to one canvas.
+    `FONTS` that has all of its letters, tight or evenly spaced, both cropped to their ink and scaled to one canvas.
 
-    0 if the mask holds no ink or the text is blank. Independent of colour, place and size.
+    A text with line breaks is rendered in its lines and in one. 0 if the mask holds no ink or the text is blank; None
+    if no font has all letters: it would be compared with boxes. Independent of colour, place and size.
     """
-    if not text.strip():
+    layouts = _layouts(text)
+    if not layouts:
         return 0.0
+    names = [name for name in FONTS if has_letters(name, text)]
+    if not names:
+        return None
     left, top, right, bottom = mask_box(mask)
     ink = ink_of(image[top:bottom, left:right])
     if ink is None:
         return 0.0
-    return max(_correlation(ink, rendered_ink(text, name, spaced)) for name in FONTS for spaced in (False, True))
+    renderings = ((lines, name, spaced) for lines in layouts for name in names for spaced in (False, True))
+    return max(_correlation(ink, rendered_ink(*rendering)) for rendering in renderings)
+
+
+def _layouts(text: str) -> list[tuple[str, ...]]:
+    """The lines of a text, and with several the one line of them; none of a blank text. A font has no glyph for tabs
+    and other white space than the space, and none is needed for marks without ink."""
+    lines = ["".join(" " if c.isspace() else c for c in _with_ink(line)) for line in text.splitlines() if line.strip()]
+    if len(lines) < 2:
+        return [tuple(lines)] if lines else []
+    stripped = [line.strip() for line in lines]
+    return [tuple(stripped), (" ".join(stripped),)]
+
+
+def _with_ink(text: str) -> str:
+    """A text in composed characters (NFC), without control and format characters, which have no ink."""
+    composed = unicodedata.normalize("NFC", text)
+    return "".join(c for c in composed if c.isspace() or unicodedata.category(c) not in ("Cc", "Cf"))
+
+
+@lru_cache(maxsize=4096)
+def has_letters(name: str, text: str) -> bool:
+    """Whether a font of `FONTS` has a glyph for every character of a text with ink."""
+    face = font(name, 24)
+    missing = _shape(_NO_CHARACTER, face)
+    return all(_shape(character, face) != missing for character in set(_with_ink(text)) if not character.isspace())
+
+
+def _shape(character: str, face: ImageFont.FreeTypeFont) -> tuple[object, bytes]:
+    mask: Any = face.getmask(character)
+    return mask.size, bytes(mask)
 
 
 def font_likeness(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) -> dict[str, float]:
@@ -147,13 +190,17 @@ def _ink_box(distance: Ink) -> Box | None:
 
 
 @lru_cache(maxsize=4096)
-def rendered_ink(text: str, name: str, spaced: bool) -> Ink:
-    """Ink of `text` in a font, on the canvas."""
-    page = Image.new("RGB", (32 * len(text) + 16, 64), "white")
-    if spaced:
-        write_spaced(page, text, name, (8, 8, page.width - 8, page.height - 8), 0)
-    else:
-        ImageDraw.Draw(page).text((8, 8), text, font=fit_font(text, name, page.width - 16, 40), fill="black")
+def rendered_ink(lines: tuple[str, ...], name: str, spaced: bool) -> Ink:
+    """Ink of the lines of a text in a font, on the canvas; tight ones are centred and of one size."""
+    page = Image.new("RGB", (32 * max(map(len, lines)) + 16, 64 * len(lines)), "white")
+    face = min((fit_font(line, name, page.width - 16, 40) for line in lines), key=lambda fitting: fitting.size)
+    widths = [face.getlength(line) for line in lines]
+    for row, line in enumerate(lines):
+        if spaced:
+            write_spaced(page, line, name, (8, 64 * row + 8, page.width - 8, 64 * row + 56), 0)
+        else:
+            place = round((max(widths) - widths[row]) / 2), round(row * _LEADING * face.size)
+            ImageDraw.Draw(page).text((8 + place[0], 8 + place[1]), line, font=face, fill="black")
     found = ink_of(np.asarray(page))
     return np.zeros(_CANVAS[::-1]) if found is None else found
 

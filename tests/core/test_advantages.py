@@ -152,3 +152,16 @@ def test_advantages_of_whole_numbers_are_fractions() -> None:
 def test_empty_batch() -> None:
     none = torch.zeros(0)
     assert group_advantages(none, none.long()).shape == (0,)
+
+
+def test_a_group_without_spread_has_no_scale() -> None:
+    """With a batch baseline its distance to the batch would be divided by eps, and clipped: the greatest advantage of
+    all. The same of a group of which one reward is left."""
+    rewards = torch.tensor([0.5, 0.5, 0.0, 1.0, 0.2, float("nan")], dtype=torch.float64)
+    ids, valid = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([True] * 5 + [False])
+    mean = 2.2 / 5
+    found = group_advantages(rewards, ids, valid, baseline="batch", scale="group")
+    assert found[[0, 1, 4, 5]].tolist() == [0.0] * 4
+    assert found[2:4].tolist() == pytest.approx([-mean / 0.5001, (1 - mean) / 0.5001])
+    by_batch = group_advantages(rewards, ids, valid, baseline="batch", scale="batch")
+    assert bool((by_batch[:5] != 0).all())  # there every sample counts

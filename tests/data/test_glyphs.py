@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
@@ -180,3 +182,61 @@ def test_font_and_ink_of_true_signs() -> None:
     for image, sign in zip(images, signs, strict=True):
         assert np.abs(np.subtract(ink_colour(*image), sign.ink)).max() <= 1
     assert not any(font_likeness(np.full((32, 64, 3), 200, np.uint8), images[0][1], "MOON").values())
+
+
+# --- letters and lines ---
+
+
+@pytest.mark.parametrize("text", ["開業", "안녕", "مرحبا", "नमस्ते", "ΩMEGA開", "OPEN 🎉"])
+def test_letters_that_no_font_has_give_no_value(text: str) -> None:
+    """Boxes would be compared with boxes."""
+    page = Image.new("RGB", (256, 48), GROUND)
+    ImageDraw.Draw(page).text((20, 4), text, font=font("FredokaOne", 24), fill=INK)
+    assert glyph_correlation(np.asarray(page), hole((8, 6, 248, 42), (256, 48)), text) is None
+
+
+def test_fonts_without_a_letter_are_skipped() -> None:
+    """A word is compared with the fonts that have it alone, and not with the boxes of the others."""
+    having = {name: glyphs.has_letters(name, "Ω") for name in FONTS}
+    without = next(name for name, has in having.items() if not has)
+    boxes = np.asarray(written("ΩΩΩ", without))
+    renderings = [glyphs.rendered_ink(("ΩΩΩ",), name, spaced) for name in FONTS if having[name] for spaced in (0, 1)]
+    ink = ink_of(boxes[6:42, 8:120])
+    assert ink is not None
+    expected = max(glyphs._correlation(ink, other) for other in renderings)
+    assert glyph_correlation(boxes, hole(), "ΩΩΩ") == expected
+
+
+@pytest.mark.parametrize("text", ["Ocean", "Ocean\u200b", "\ufeffOcean", "O\u00adcean"])
+def test_marks_without_ink_do_not_count(text: str) -> None:
+    picture = written("Ocean", "CaladeaBold")
+    assert glyph_correlation(picture, hole(), text) == glyph_correlation(picture, hole(), "Ocean") != 0
+
+
+@pytest.mark.parametrize("composed", ["É", "ÄÖÜ", "Ñandú"])
+def test_decomposed_letters_are_those_that_they_are_composed_to(composed: str) -> None:
+    picture, decomposed = written(composed, "CaladeaBold"), unicodedata.normalize("NFD", composed)
+    assert len(decomposed) > len(composed)
+    assert glyph_correlation(picture, hole(), decomposed) == glyph_correlation(picture, hole(), composed)
+
+
+@pytest.mark.parametrize("mark", ["\n", "\r\n", "\u2028", "\x0b", "\n\n", " \n "])
+def test_a_line_break_is_two_lines_or_a_space(mark: str) -> None:
+    size, box = (128, 96), (8, 6, 120, 90)
+    page = Image.new("RGB", size, GROUND)
+    for row, word in enumerate(("GRAND", "OPENING")):
+        ImageDraw.Draw(page).text((64, 24 + 32 * row), word, font=font("CaladeaBold", 24), fill=INK, anchor="mm")
+    stacked = np.asarray(page)
+    broken = glyph_correlation(stacked, hole(box, size), f"GRAND{mark}OPENING")
+    together = glyph_correlation(stacked, hole(box, size), "GRAND OPENING")
+    assert broken is not None and together is not None and broken > 0.8 > together + 0.2
+    line = written("GRAND OPENING", "CaladeaBold", (4, 6, 252, 42), (256, 48))
+    whole = hole((4, 6, 252, 42), (256, 48))
+    assert glyph_correlation(line, whole, f"GRAND{mark}OPENING") == glyph_correlation(line, whole, "GRAND OPENING")
+
+
+@pytest.mark.parametrize("text", ["GRAND\tOPENING", "GRAND\u00a0OPENING", "GRAND\u3000OPENING", "GRAND OPENING\n"])
+def test_other_white_space_is_a_space(text: str) -> None:
+    picture = written("GRAND OPENING", "CaladeaBold", (4, 6, 252, 42), (256, 48))
+    whole = hole((4, 6, 252, 42), (256, 48))
+    assert glyph_correlation(picture, whole, text) == glyph_correlation(picture, whole, "GRAND OPENING")

@@ -33,8 +33,10 @@ def validate(
     start_logging()
     from retouch.data.validate import validate as find_problems
     from retouch.data.validate import validation_table
+    from retouch.prompts import PromptCheck
 
-    findings = find_problems(path, parse_size(resolution, "--resolution"), trust=trust)
+    prompts_of = partial(PromptCheck, local=True)
+    findings = find_problems(path, parse_size(resolution, "--resolution"), trust=trust, prompts_of=prompts_of)
     typer.echo(validation_table(findings))
     if any(finding.problem for finding in findings):
         raise typer.Exit(2)

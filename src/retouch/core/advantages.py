@@ -34,8 +34,9 @@ def group_advantages(
         group_ids: [N] integers.
         valid: [N] bool; rows without a valid reward leave every mean and std and get advantage 0. With a group
             baseline so do rows of a group with fewer than two valid rewards (see `comparable_rows`).
-        noise: measured standard deviation of the reward on one image. A group (or batch, by the baseline) whose spread
-            is not above it has advantage 0: divided by its own std, noise alone would train as hard as a signal.
+        noise: measured standard deviation of the reward on one image. A group whose spread is not above it has
+            advantage 0 where rewards are compared with the group or divided by its std, which would train noise alone
+            as hard as a signal; with a batch baseline and another scale, the spread is that of the batch.
 
     Raises:
         ValueError: wrong shapes, non-integer ids, a valid reward of NaN or Inf, or an unknown baseline or scale.
@@ -61,7 +62,7 @@ def group_advantages(
         centred = centred / (batch_std + eps)
     else:
         centred = centred * unit
-    spread = std[ids] if baseline == "group" else batch_std
+    spread = std[ids] if "group" in (baseline, scale) else batch_std
     centred = torch.where(spread > noise, centred, torch.zeros_like(centred))
     return torch.where(ok, centred.clamp(-clip, clip), torch.zeros_like(r)).to(
         rewards.dtype if rewards.is_floating_point() else torch.float32

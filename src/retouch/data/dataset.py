@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 KEPT_SHARE = 0.98
 """Share of the masked area that must lie inside the crop: rounding may cut a row of pixels, but no part of a letter."""
+
+CheckPrompts = Callable[[DataSection, Sequence[ItemFiles]], tuple[Sequence[str], Mapping[int, ItemError]]]
+"""Usable items of a section -> warnings about their prompts, and by position the items whose prompts are unusable."""
 
 _COMPARED = {"target": "target", "win": "preferred image", "lose": "rejected image"}
 """Images that have the size of the source -> their names in messages."""
@@ -126,7 +129,11 @@ def listed_in(config: DataSection, purpose: str) -> list[ItemFiles | ItemError]:
 
 
 def load_dataset(
-    config: DataSection, purpose: str = "data", needs: Collection[str] = (), processes: Processes | None = None
+    config: DataSection,
+    purpose: str = "data",
+    needs: Collection[str] = (),
+    processes: Processes | None = None,
+    check_prompts: CheckPrompts | None = None,
 ) -> Dataset:
     """List and check every item; skip up to `max_bad_items` broken ones, each with a warning.
 
@@ -134,6 +141,7 @@ def load_dataset(
         purpose: name of the section in messages.
         needs: images that every item must have: of source, mask, reference, win, lose.
         processes: all load the same section at the same time and check a share each; None: this process alone.
+        check_prompts: finds items whose prompts are unusable (`retouch.prompts`); None: prompts are not checked.
 
     Raises:
         DataError: no items, too many broken items, or two items with one id.
@@ -152,6 +160,8 @@ def load_dataset(
     verdicts = [item if isinstance(item, ItemError) else next(problems) or item for item in listed]
     doubts = [verdict for verdict in verdicts if isinstance(verdict, ItemDoubt)]
     outcomes = [item if isinstance(one, ItemDoubt) else one for one, item in zip(verdicts, listed, strict=True)]
+    if check_prompts is not None:
+        outcomes = _with_read_prompts(outcomes, partial(check_prompts, config), purpose, processes)
     good = [outcome for outcome in outcomes if isinstance(outcome, ItemFiles)]
     bad = [outcome for outcome in outcomes if isinstance(outcome, ItemError)]
     if len(bad) > config.max_bad_items:
@@ -173,6 +183,22 @@ def load_dataset(
     if doubts and processes.rank == 0:
         logger.warning("%s: %s", purpose, doubts_of(doubts, len(good), purpose))
     return Dataset(config, good, doubts)
+
+
+def _with_read_prompts(
+    outcomes: Sequence[ItemFiles | ItemError],
+    check: Callable[[Sequence[ItemFiles]], tuple[Sequence[str], Mapping[int, ItemError]]],
+    purpose: str,
+    processes: Processes,
+) -> list[ItemFiles | ItemError]:
+    """The outcomes with the problems of their prompts; an item that is unusable on one machine is unusable."""
+    found, places = list(outcomes), [p for p, outcome in enumerate(outcomes) if isinstance(outcome, ItemFiles)]
+    warnings, problems = check([outcome for outcome in outcomes if isinstance(outcome, ItemFiles)])
+    for warning in warnings if processes.rank == 0 else ():
+        logger.warning("%s: %s", purpose, warning)
+    for position, problem in processes.gather_list(list(problems.items())):
+        found[places[position]] = problem
+    return found
 
 
 def _told_of(item: ItemFiles) -> tuple[object, ...]:

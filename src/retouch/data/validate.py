@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from retouch.config import load_run
+from retouch.config import RunConfig, load_run
 from retouch.config.needs import data_sections, needed_pictures
 from retouch.data.base import DataSection, ItemError, ItemFiles
 from retouch.data.checking import in_threads, progress
-from retouch.data.dataset import examine, listed_in, repeated_ids
+from retouch.data.dataset import CheckPrompts, examine, listed_in, repeated_ids
 from retouch.data.discover import data_at
 from retouch.data.lists import suffix_of
 from retouch.lines import shown_text
@@ -18,7 +18,6 @@ from retouch.plain_text import printable
 from retouch.quotes import quoted_texts
 from retouch.rewards.base import RewardEntry
 from retouch.texts import reading_rewards, scored_sections, text_warnings
-
 
 _SHOWN = 5
 """Items, and warnings, that the table lists one by one."""
@@ -32,6 +31,7 @@ class Finding:
         doubtful: the mask may not be one; `note` has the reason.
         text: a phrase on the text to write; "" without one.
         warnings: what its author may not have meant; the item can be used.
+        whole: warnings on the whole list, and no item.
     """
 
     section: str
@@ -41,13 +41,21 @@ class Finding:
     doubtful: bool = False
     text: str = ""
     warnings: tuple[str, ...] = ()
+    whole: bool = False
 
 
-def validate(path: Path, size: tuple[int, int], *, trust: bool = False) -> list[Finding]:
+def validate(
+    path: Path,
+    size: tuple[int, int],
+    *,
+    trust: bool = False,
+    prompts_of: Callable[[RunConfig], CheckPrompts] | None = None,
+) -> list[Finding]:
     """Check a path that a format recognises, or every data section of a run file (at its own sizes).
 
     Args:
         trust: use the code and the hosts that a run file in a run directory names.
+        prompts_of: returns the check of a run's prompts; None: prompts are not checked.
 
     Raises:
         DataError, ConfigError: the path is neither, or cannot be listed.
@@ -58,30 +66,59 @@ def validate(path: Path, size: tuple[int, int], *, trust: bool = False) -> list[
         needs = {name: needed_pictures(run, training=name == "data") for name in sections}
         readers = {name: run.rewards[name] for name in reading_rewards(run)}
         read = dict.fromkeys(scored_sections(run), readers) if readers else {}
-        return [f for name, data in sections.items() for f in validate_section(name, data, needs[name], read.get(name))]
+        check = prompts_of and prompts_of(run)
+        return [
+            finding
+            for name, data in sections.items()
+            for finding in validate_section(name, data, needs[name], read.get(name), check)
+        ]
     return validate_section("data", data_at(path, size, ", or a run file"), readers={})
 
 
 def validate_section(
-    section: str, data: DataSection, needs: Collection[str] = (), readers: Mapping[str, RewardEntry] | None = None
+    section: str,
+    data: DataSection,
+    needs: Collection[str] = (),
+    readers: Mapping[str, RewardEntry] | None = None,
+    check_prompts: CheckPrompts | None = None,
 ) -> list[Finding]:
     """Read every item of one section, whatever was read before.
 
     Args:
         readers: the rewards that read the texts of the items, by name, which are none for a list alone; None:
             nothing reads them.
+        check_prompts: finds prompts that the text encoders cut.
     """
     listed = listed_in(data, section)
     repeated = repeated_ids([item for item in listed if isinstance(item, ItemFiles)])
     twins = [isinstance(item, ItemFiles) and item.id in repeated for item in listed]  # none of them can be used
     findings_of = in_threads(lambda item: _finding(section, item, data, needs, readers), listed)
     found = list(progress(findings_of, len(listed), section))
+    warnings = _check_prompts(check_prompts, section, data, listed, found)
     findings = [finding for finding, twin in zip(found, twins, strict=True) if finding.problem or not twin]
     for twice in repeated:
         findings.append(Finding(section, f"item {twice}", "the id appears more than once; ids must differ"))
     if not listed:
         findings.append(Finding(section, data.path, "lists no items"))
-    return findings
+    return [*warnings, *findings]
+
+
+def _check_prompts(
+    check: CheckPrompts | None,
+    section: str,
+    data: DataSection,
+    listed: Sequence[ItemFiles | ItemError],
+    found: list[Finding],
+) -> list[Finding]:
+    """Warnings about the prompts of the usable items; the problems of prompts replace findings."""
+    usable = [p for p, f in enumerate(found) if not f.problem]
+    items = [item for p in usable if isinstance(item := listed[p], ItemFiles)]
+    if check is None or not items:
+        return []
+    warnings, problems = check(data, items)
+    for position, error in problems.items():
+        found[usable[position]] = Finding(section, error.where, error.problem)
+    return [Finding(section, "prompts", None, warnings=(warning,), whole=True) for warning in warnings]
 
 
 def _finding(
@@ -119,9 +156,10 @@ def _texts_read(item: ItemFiles) -> str:
 def validation_table(findings: list[Finding]) -> str:
     """A line for every problem and every doubtful mask, the first warnings, and a count."""
     bad = [f for f in findings if f.problem]
-    good = [f for f in findings if not f.problem]
+    good = [f for f in findings if not f.problem and not f.whole]
     doubtful = [f for f in good if f.doubtful]
-    lines = [f"{f.section:16} {f.item:24} {f.problem}" for f in bad]
+    lines = [f"{f.section:16} {f.item:24} warning: {one}" for f in findings if f.whole for one in f.warnings]
+    lines += [f"{f.section:16} {f.item:24} {f.problem}" for f in bad]
     lines += [f"{f.section:16} {f.item:24} check: {f.note}" for f in doubtful]
     if not bad and not doubtful:
         lines += [f"{f.section:16} {f.item:24} ok: {'; '.join(filter(None, (f.note, f.text)))}" for f in good[:_SHOWN]]

@@ -17,6 +17,7 @@ from retouch.doctor.memory import checkpoint_line, memory_line, network_weights
 from retouch.doctor.model import find_model, model_lines
 from retouch.doctor.networks import build_networks
 from retouch.doctor.rewards import needed_extras, reward_lines
+from retouch.prompts import PromptCheck
 
 __all__ = ["Line", "diagnose", "table"]
 
@@ -29,6 +30,7 @@ def diagnose(run: RunConfig | None = None, world_size: int = 1) -> list[Line]:
         return [*lines, *gpu_lines(gpus, world_size), disk_here()]
     found = find_model(run.model, embedded=needs_no_t5(run))
     networks = build_networks(run.model, found)
+    check_prompts = PromptCheck(run, local=True) if found.folder and not found.problems else None
     return [
         *lines,
         *gpu_lines(gpus, world_size, network_weights(run, networks)),
@@ -37,7 +39,7 @@ def diagnose(run: RunConfig | None = None, world_size: int = 1) -> list[Line]:
         *distillation_lines(run.model),
         memory_line(run, networks, gpus, world_size),
         checkpoint_line(run, networks),
-        *data_lines(run, world_size),
+        *data_lines(run, world_size, check_prompts),
         *start_lines(run),
         *login_lines(run),
         *reward_lines(run),

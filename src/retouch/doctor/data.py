@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 from retouch.config import ConfigError, RunConfig, derive
 from retouch.config.needs import data_sections, needed_pictures
-from retouch.data.base import DataError, ItemFiles
-from retouch.data.dataset import Dataset, all_embedded, doubts_of, load_dataset
+from retouch.data.base import DataError, DataSection, ItemError, ItemFiles
+from retouch.data.dataset import CheckPrompts, Dataset, all_embedded, doubts_of, load_dataset
 from retouch.data.formats import Data
 from retouch.doctor.line import Line
 from retouch.errors import InputError
@@ -21,16 +21,22 @@ if TYPE_CHECKING:
     from retouch.observe import RunDir
 
 
-def data_lines(run: RunConfig, world_size: int) -> Iterator[Line]:
-    """Read every section as the run would, and check that it has the examples, texts and targets that the run needs."""
+def data_lines(run: RunConfig, world_size: int, check_prompts: CheckPrompts | None = None) -> Iterator[Line]:
+    """Read every section as the run would, and check that it has the examples, texts and targets that the run needs.
+
+    Args:
+        check_prompts: of `load_dataset`; None where the model is not on this machine.
+    """
     read: dict[str, Dataset] = {}
     for name, section in data_sections(run).items():
+        warnings: list[str] = []
         try:
-            read[name] = _load(run, name, section)
+            read[name] = _load(run, name, section, check_prompts and partial(_collected, check_prompts, warnings))
         except (DataError, ConfigError, OSError) as error:
             yield Line("fix", name, str(error))
             continue
         yield _readable(name, section, read[name])
+        yield from (Line("warning", name, warning) for warning in warnings)
         if name in scored_sections(run):
             yield from _texts(run, name, read[name])
             for message in unknown_characters(run, read[name].items):
@@ -56,9 +62,19 @@ def needs_no_t5(run: RunConfig) -> bool:
     return all_embedded(item for item in listed if isinstance(item, ItemFiles))
 
 
-def _load(run: RunConfig, name: str, section: Data) -> Dataset:
+def _load(run: RunConfig, name: str, section: Data, check_prompts: CheckPrompts | None) -> Dataset:
     with _without_warnings():
-        return load_dataset(section, name, needed_pictures(run, training=name == "data"))
+        needs = needed_pictures(run, training=name == "data")
+        return load_dataset(section, name, needs, check_prompts=check_prompts)
+
+
+def _collected(
+    check: CheckPrompts, warnings: list[str], section: DataSection, items: Sequence[ItemFiles]
+) -> tuple[Sequence[str], Mapping[int, ItemError]]:
+    """The result of a check; its warnings, which have lines, are added to `warnings`."""
+    found, problems = check(section, items)
+    warnings.extend(found)
+    return found, problems
 
 
 def _readable(name: str, section: Data, data: Dataset) -> Line:

@@ -33,7 +33,7 @@ from retouch.families.loading import (
     transformer_path,
 )
 from retouch.families.quantized import quantize_blocks
-from retouch.families.text import TextEncoders
+from retouch.families.text import CACHE_SIZE, Networks, PromptReader, TextEncoders
 from retouch.families.vae import Autoencoder
 from retouch.image_encoder import ImageEncoder
 from retouch.model_files import schedule_problem
@@ -68,6 +68,8 @@ class FamilyModel(ABC):
     scheduler_class: ClassVar[str] = "FlowMatchEulerDiscreteScheduler"
     patch: ClassVar[int] = 2
     """Latent cells per side of a token of the network."""
+    kept_texts: ClassVar[int] = CACHE_SIZE
+    """Prompts whose tensors are kept."""
 
     def __init__(
         self,
@@ -157,11 +159,33 @@ class FamilyModel(ABC):
         )
 
     @classmethod
-    @abstractmethod
     def load_text(
         cls, config: Any, path: str, dtype: torch.dtype, device: torch.device | str, *, embedded: bool
     ) -> TextEncoders:
         """The text encoders of a model folder."""
+
+        def network(kind: Any, name: str) -> Any:
+            return load_component(kind, path, name, dtype)
+
+        encoders = cls.text_encoders(config, path, network, embedded=embedded)
+        return TextEncoders(encoders, device, config.offload_text_encoders, cls.kept_texts)
+
+    @classmethod
+    def text_encoders(cls, config: Any, path: str, network: Networks, *, embedded: bool) -> Mapping[str, Any]:
+        """The text encoders of a model folder by the names of their tensors, with their tokenizers; each has the
+        `reader` of its tokens.
+
+        Args:
+            network: loads the network of an encoder. One that returns None makes encoders that only count tokens.
+            embedded: as of `from_config`.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def prompt_readers(cls, config: Any, path: str, *, embedded: bool = False) -> Mapping[str, PromptReader]:
+        """How each text encoder counts the tokens of a prompt, by its name; only files of tokenizers are read."""
+        encoders = cls.text_encoders(config, path, lambda kind, name: None, embedded=embedded)
+        return {encoder.reader.name: encoder.reader for encoder in encoders.values()}
 
     @classmethod
     def kept(cls, name: str, network: Any) -> Any:

@@ -6,10 +6,10 @@ run is cached: a T5-XXL beside the network would take 9.5 GB for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,37 @@ _LITTLE = 1 << 30
 Output = Literal["last_hidden_state", "pooler_output", "text_embeds"] | tuple[int, ...]
 """Output of a text encoder: by its name, or the states of these entries of `hidden_states`, concatenated on width."""
 
+Networks = Callable[[Any, str], Any]
+"""(class, subfolder) -> a network of a model; None where prompts are only counted."""
+
+
+class PromptReader(Protocol):
+    """A text encoder as far as tokens are concerned: its tokenizer and its limit, with or without its network.
+
+    Attributes:
+        name: subfolder of the text encoder.
+        length: tokens that it reads at most; a longer prompt is cut at its end.
+        fixed: whether the model sets the length, and not the run file.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def fixed(self) -> bool: ...
+
+    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
+        """Tokens of a whole prompt, of which `length` are read, as the encoder counts them: with the chat around it.
+
+        Args:
+            images: tokens of each image that the encoder reads with the prompt.
+            closed: False counts up to the end of the prompt, if what follows it is the first to be cut.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class TextEncoder:
@@ -37,27 +68,38 @@ class TextEncoder:
     Attributes:
         length: tokens a prompt is padded or cut to.
         output: a vector for each token [S, D] (n entries of `hidden_states`: [S, n D]), or one for the prompt [D].
+        name, fixed: see `PromptReader`.
     """
 
     model: Any  # CLIPTextModel, T5EncoderModel
     tokenizer: Any
     length: int
     output: Output = "last_hidden_state"
+    name: str = "text_encoder"
+    fixed: bool = False
 
     @classmethod
     def load(
         cls,
+        network: Networks,
         kind: Any,
         path: str,
         number: str,
-        dtype: torch.dtype,
         length: int | None = None,
         output: Output = "last_hidden_state",
     ) -> TextEncoder:
         """`text_encoder{number}/` of a model with its `tokenizer{number}/`; no `length` takes that of the tokenizer."""
-        model = load_component(kind, path, f"text_encoder{number}", dtype)
-        tokenizer = load_component(AutoTokenizer, path, f"tokenizer{number}", None)
-        return cls(model, tokenizer, length or tokenizer.model_max_length, output)
+        name = f"text_encoder{number}"
+        model, tokenizer = network(kind, name), load_component(AutoTokenizer, path, f"tokenizer{number}", None)
+        return cls(model, tokenizer, length or tokenizer.model_max_length, output, name, fixed=length is None)
+
+    @property
+    def reader(self) -> PromptReader:
+        return self
+
+    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
+        """See `PromptReader`; the marks around a prompt are never cut."""
+        return len(self.tokenizer(prompt, verbose=False, return_attention_mask=False).input_ids)
 
     def tokens(self, prompts: Sequence[str]) -> Tensor:
         """[B, S] int64."""
@@ -218,6 +260,14 @@ def layer_states(model: Any, inputs: Mapping[str, Tensor], layers: Sequence[int]
     on_device = {name: ids.to(model.device) for name, ids in inputs.items()}
     made = model(**on_device, output_hidden_states=True, use_cache=False).hidden_states
     return torch.cat([made[layer] for layer in layers], dim=-1)
+
+
+def counted_chat(chat: Callable[[str], str], prompt: str, *, closed: bool) -> str:
+    """The chat of a prompt, or with `closed` False its part up to the end of the prompt."""
+    if closed:
+        return chat(prompt)
+    mark = "\x00"  # in no prompt that is read from a file
+    return chat(mark).partition(mark)[0] + prompt
 
 
 def drop_layers(model: Any, last: int) -> None:

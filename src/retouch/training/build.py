@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from torch import nn
@@ -27,6 +27,7 @@ from retouch.families.loading import load_model
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.cost import Costs
 from retouch.observe.timing import stopwatch
+from retouch.prompts import PromptCheck
 from retouch.registry import load_named
 from retouch.rewards.table import RewardTable
 from retouch.rollout.encoded import EncodedData
@@ -110,10 +111,13 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
     engine = Engine(config.training, config.optimizer, config.seed, config.reward_client.collective_s)
     derived = derive(config, engine.world_size)
     needs = needed_pictures(config, training=False)
-    data = load_dataset(config.data, "data", needed_pictures(config, training=True), engine)
-    warmup = load_dataset(config.warmup_data, "warmup_data", needs, engine) if config.warmup_data else data
+    load = partial(load_dataset, processes=engine, check_prompts=PromptCheck(config))
+    data = load(config.data, "data", needed_pictures(config, training=True))
+    warmup = load(config.warmup_data, "warmup_data", needs) if config.warmup_data else data
     section = config.evaluation.data
-    held_out = load_dataset(section, "evaluation.data", needs, engine) if section else None
+    held_out = load(section, "evaluation.data", needs) if section else None
+    for warning in PromptCheck(config).fixed() if engine.is_main else ():
+        logger.warning("%s", warning)
     named = {"data": data, "warmup_data": warmup, "evaluation.data": held_out}
     loaded = {name: given for name, given in named.items() if given is not None}
     for name, given in loaded.items():

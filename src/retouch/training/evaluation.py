@@ -281,19 +281,22 @@ def _row(example: Example, index: int, image: np.ndarray[Any, Any], composite: n
 
 
 def _glyphs(example: Example, composite: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """The glyph correlation of the text in the mask; of several lines the mean over their places, if they have any."""
+    """The glyph correlation of the text in the mask; of several lines the mean over their places, if they have any.
+    None of letters that no font has."""
     text = example.metadata.get("text")
     if "lines" not in example.metadata:
         if not isinstance(text, str):
             return {}
-        return {"glyph_correlation": glyph_correlation(composite, np.asarray(example.mask), text)}
+        value = glyph_correlation(composite, np.asarray(example.mask), text)
+        return {} if value is None else {"glyph_correlation": value}
     height, width = composite.shape[:2]
     found = [
         glyph_correlation(composite, np.asarray(polygon_mask([line.polygon], (width, height))), line.text)
         for line in parse_lines(example.metadata["lines"])
         if line.polygon is not None
     ]
-    return {"glyph_correlation": fmean(found)} if found else {}
+    values = [value for value in found if value is not None]
+    return {"glyph_correlation": fmean(values)} if values else {}
 
 
 def _place(value: Any) -> tuple[int, str]:

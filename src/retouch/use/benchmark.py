@@ -30,6 +30,7 @@ from retouch.disk import read_bounded, write_whole
 from retouch.imaging import ImageProblem, open_image, to_rgb, write_png
 from retouch.observe.comparison import BASE
 from retouch.observe.grids import grid
+from retouch.prompts import PromptCheck
 from retouch.use import benchmark_distances
 from retouch.use.benchmark_images import about_weights, as_trained, batch_size, claim, sample_outputs, with_settings
 from retouch.use.items import make_folder
@@ -202,6 +203,9 @@ def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
                 "resolution in the benchmark file"
             )
         fit_one_batch(config, "--path", data)
+        warnings, problems = PromptCheck(config)(section, data.items)  # a benchmark keeps its items
+        for warning in (*warnings, *map(str, problems.values())):
+            logger.warning("--path: %s", warning)
     return data
 
 

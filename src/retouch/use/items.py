@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,6 +29,7 @@ from retouch.imaging import (
     packed,
     to_rgb,
 )
+from retouch.prompts import PromptCheck, require_read
 from retouch.use.regions import (
     ImageFile,
     boxes_mask,
@@ -131,6 +133,7 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
         raise DataError(in_place(problem.problem, "--mask"))
     if problem is not None:
         logger.warning("%s", in_place(problem.doubt, "--mask"))
+    require_read(config, section, item)
     return section, [item]
 
 
@@ -218,14 +221,15 @@ def examples_of(
     """
     _takes_references(config, reference, scored=scored)
     needs = needed_pictures(config, training=False, scored=scored)
+    load = partial(load_dataset, check_prompts=PromptCheck(config))
     if reference is None:
-        found = load_dataset(section, purpose, needs)
+        found = load(section, purpose, needs)
         require_more_images(config, purpose, found.items)
         return found
     file = _file(reference, "reference")
     assert file is not None
     to_rgb(open_image(file))  # one message, not one for each item
-    found = load_dataset(section, purpose, needs - {"reference"})
+    found = load(section, purpose, needs - {"reference"})
     require_more_images(config, purpose, found.items)
     return Dataset(section, [replace(item, reference_path=file) for item in found.items])
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import DATA_SECTIONS, data_sections, needed_pictures
+from retouch.data.base import DataSection, ItemError, ItemFiles
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.engine.speed import choose_kernels
 from retouch.families.diffusion import FamilyModel
@@ -15,6 +17,7 @@ from retouch.families.embeddings import EmbeddingCache
 from retouch.families.inputs import image_pixels
 from retouch.families.loading import load_model
 from retouch.imaging import stack_above
+from retouch.prompts import PromptCheck
 
 
 def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
@@ -57,6 +60,16 @@ def usable(config: RunConfig) -> None:
 
 
 def datasets(config: RunConfig) -> list[Dataset]:
-    """Every data section of a run."""
+    """Every data section of a run. Items whose text no encoder reads are counted, but stay: training leaves them out
+    only where it has the tokenizers, and requires the embeddings of the others."""
+    check = PromptCheck(config)
+
+    def tolerant(section: DataSection, items: Sequence[ItemFiles]) -> tuple[Sequence[str], Mapping[int, ItemError]]:
+        warnings, problems = check(section, items)
+        if len(problems) > section.max_bad_items:
+            return warnings, problems
+        return [*warnings, *map(str, problems.values())], {}
+
     needs = {name: needed_pictures(config, training=name == "data") for name in DATA_SECTIONS}
-    return [load_dataset(section, name, needs[name]) for name, section in data_sections(config).items()]
+    sections = data_sections(config)
+    return [load_dataset(sections[name], name, needs[name], check_prompts=tolerant) for name in sections]

@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from retouch.families.qwen.base import QwenModel
 from retouch.families.qwen.text import ImageTextProcessor, Task, prefix_length
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.timing import stopwatch
+from retouch.prompts import PromptCheck
 from retouch.rewards.table import RewardTable
 from retouch.texts import require_texts_of
 from retouch.training.build import can_begin, is_held_out
@@ -135,9 +136,9 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
     assert isinstance(algorithm, VlmGrpoConfig)
     derived = algorithm.derive(config, world_size)
     needs = needed_pictures(config, training=False)
-    data = load_dataset(config.data, "data", needs, Launched())
+    load = partial(load_dataset, needs=needs, processes=Launched(), check_prompts=PromptCheck(config))
     section = config.evaluation.data
-    held_out = load_dataset(section, "evaluation.data", needs, Launched()) if section else None
+    data, held_out = load(config.data, "data"), load(section, "evaluation.data") if section else None
     named = {"data": data.items, **({"evaluation.data": held_out.items} if held_out else {})}
     with_source = [item.id for items in named.values() for item in items if item.source_path is not None]
     if with_source and not config.model.spec.edits:

@@ -30,7 +30,7 @@ from retouch.families.flux.spec import FluxSection
 from retouch.families.guidance import adapter_inputs, doubled, guided, halves
 from retouch.families.inputs import reference_inputs
 from retouch.families.loading import ModelFilesError
-from retouch.families.text import TextEncoder, TextEncoders
+from retouch.families.text import Networks, TextEncoder, TextEncoders
 from retouch.types import Condition, Example
 
 
@@ -47,18 +47,19 @@ class FluxModel(FamilyModel):
         self._text_shapes: dict[str, torch.Size] = {}
 
     @classmethod
-    def load_text(
-        cls, config: FluxSection, path: str, dtype: torch.dtype, device: torch.device | str, *, embedded: bool
-    ) -> TextEncoders:
-        encoders = {"pooled": TextEncoder.load(CLIPTextModel, path, "", dtype, output="pooler_output")}
+    def text_encoders(
+        cls, config: FluxSection, path: str, network: Networks, *, embedded: bool
+    ) -> Mapping[str, TextEncoder]:
+        encoders = {"pooled": TextEncoder.load(network, CLIPTextModel, path, "", output="pooler_output")}
         if not embedded or config.doubles_for_guidance:  # no file has the negative prompt
-            encoders["text"] = TextEncoder.load(T5EncoderModel, path, "_2", dtype, config.max_sequence_length)
-        return TextEncoders(encoders, device, config.offload_text_encoders)
+            encoders["text"] = TextEncoder.load(network, T5EncoderModel, path, "_2", config.max_sequence_length)
+        return encoders
 
     @classmethod
     def from_pipeline(cls, pipeline: Any, config: FluxSection | None = None) -> Self:
         """The networks of a diffusers pipeline in memory; prompts have the length of its tokenizers."""
-        t5 = TextEncoder(pipeline.text_encoder_2, pipeline.tokenizer_2, pipeline.tokenizer_2.model_max_length)
+        length = pipeline.tokenizer_2.model_max_length
+        t5 = TextEncoder(pipeline.text_encoder_2, pipeline.tokenizer_2, length, name="text_encoder_2")
         length = pipeline.tokenizer.model_max_length
         clip = TextEncoder(pipeline.text_encoder, pipeline.tokenizer, length, "pooler_output")
         text = TextEncoders({"text": t5, "pooled": clip})

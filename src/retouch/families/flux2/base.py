@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Self
 
@@ -31,7 +31,7 @@ from retouch.families.flux2.spec import Flux2Section
 from retouch.families.guidance import doubled, guided, halves
 from retouch.families.inputs import optional_masks, reference_pixels, source_pixels
 from retouch.families.loading import ModelFilesError, load_component
-from retouch.families.text import TextEncoders, drop_layers
+from retouch.families.text import Networks, TextEncoders, drop_layers
 from retouch.families.tiny import start_orthogonal
 from retouch.families.vae import Autoencoder
 from retouch.types import Condition, Example
@@ -87,6 +87,7 @@ class Flux2Model(FamilyModel):
         """A callable from prompts to states [B, S, D] of a `language_model`, for `retouch.families.text.TextEncoders`.
 
         Args:
+            model: None where prompts are only counted.
             length: S, tokens that a prompt is padded or cut to.
         """
 
@@ -96,19 +97,18 @@ class Flux2Model(FamilyModel):
         if name != "text_encoder":
             return network
         model = cls.language_model(network)
-        drop_layers(model, max(quarters(model.config.num_hidden_layers)))
+        drop_layers(model, max(quarters(model)))
         return model
 
     @classmethod
-    def load_text(
-        cls, config: Flux2Section, path: str, dtype: torch.dtype, device: torch.device | str, *, embedded: bool
-    ) -> TextEncoders:
-        kind = getattr(transformers, config.spec.networks["text_encoder"])
-        encoder = load_component(kind, path, "text_encoder", dtype)
+    def text_encoders(cls, config: Flux2Section, path: str, network: Networks, *, embedded: bool) -> Mapping[str, Any]:
+        encoder = network(getattr(transformers, config.spec.networks["text_encoder"]), "text_encoder")
+        model = None if encoder is None else cls.language_model(encoder)
         tokenizer = load_component(cls.tokenizer_class, path, "tokenizer", None)
-        states = cls.states(cls.language_model(encoder), tokenizer, config.max_sequence_length)
-        cls.kept("text_encoder", encoder)
-        return TextEncoders({"text": states}, device, config.offload_text_encoders)
+        states = cls.states(model, tokenizer, config.max_sequence_length)  # counts the layers
+        if encoder is not None:
+            cls.kept("text_encoder", encoder)
+        return {"text": states}
 
     @classmethod
     def from_pipeline(cls, pipeline: Any, length: int = 128, **options: Any) -> Self:
@@ -250,9 +250,12 @@ def tiny_parts(width: int, guidance_embeds: bool) -> dict[str, Any]:
     return {"scheduler": scheduler, "vae": vae, "transformer": transformer}
 
 
-def quarters(count: int) -> tuple[int, int, int]:
-    """Entries of `hidden_states` that condition the network, of an encoder of `count` layers: after a quarter, half and
-    three quarters of them."""
+def quarters(model: Any) -> tuple[int, ...]:
+    """Entries of `hidden_states` that condition the network, of a whole language model: after a quarter, half and three
+    quarters of its layers; none of None."""
+    if model is None:
+        return ()
+    count = model.config.num_hidden_layers
     return count // 4, count // 2, 3 * count // 4
 
 

@@ -22,7 +22,7 @@ from transformers.processing_utils import ProcessorMixin
 from retouch.families.flux2.base import Flux2Model, quarters, tiny_parts
 from retouch.families.flux2_dev.spec import Flux2DevModel
 from retouch.families.flux2_dev.tiny import CHAT_TEMPLATE, byte_tokenizer, mistral3
-from retouch.families.text import layer_states
+from retouch.families.text import PromptReader, counted_chat, layer_states
 
 
 class TextProcessor(ProcessorMixin):
@@ -42,32 +42,45 @@ class SystemChat:
         model: a `MistralModel`.
         length: S; a longer chat is cut at its end, and padding is encoded, as diffusers does it.
         layers: entries of `hidden_states`, concatenated on width.
+        name, fixed: see `retouch.families.text.PromptReader`.
     """
 
     model: Any
     processor: TextProcessor
     length: int
     layers: tuple[int, ...]
+    name: str = "text_encoder"
+    fixed: bool = False
+
+    @property
+    def reader(self) -> PromptReader:
+        return self
+
+    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
+        """See `PromptReader`; the end of the chat is cut before the prompt."""
+        text = counted_chat(self._text, _readable(prompt), closed=closed)
+        return len(self._tokens([text], verbose=False).input_ids[0])
 
     def __call__(self, prompts: Sequence[str]) -> Tensor:
         """[B, S, D], in one forward, with gradient where the model has it."""
-        tokenizer: Any = self.processor.tokenizer
-        texts = [self._text(prompt) for prompt in prompts]
-        batch = tokenizer(
-            texts,
-            padding="max_length",
-            max_length=self.length,
-            truncation=True,
-            return_tensors="pt",
-            add_special_tokens=not texts[0].startswith(tokenizer.bos_token),  # most templates begin with it
-        )
+        options: dict[str, Any] = {"padding": "max_length", "max_length": self.length, "truncation": True}
+        batch = self._tokens([self._text(prompt) for prompt in prompts], return_tensors="pt", **options)
         return layer_states(self.model, {n: batch[n] for n in ("input_ids", "attention_mask")}, self.layers)
 
+    def _tokens(self, texts: Sequence[str], **options: Any) -> Any:
+        tokenizer: Any = self.processor.tokenizer
+        begins = texts[0].startswith(tokenizer.bos_token)  # as with most templates
+        return tokenizer(list(texts), add_special_tokens=not begins, **options)
+
     def _text(self, prompt: str) -> str:
-        """The chat of a prompt without the mark of an image, of which the chat has none."""
-        said = {"system": SYSTEM_MESSAGE, "user": prompt.replace("[IMG]", "")}
+        said = {"system": SYSTEM_MESSAGE, "user": _readable(prompt)}
         chat: Any = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said.items()]
         return self.processor.apply_chat_template(chat)
+
+
+def _readable(prompt: str) -> str:
+    """A prompt without the mark of an image, of which the chat has none."""
+    return prompt.replace("[IMG]", "")
 
 
 class Flux2Dev(Flux2Model):
@@ -85,7 +98,7 @@ class Flux2Dev(Flux2Model):
     @staticmethod
     def states(model: Any, tokenizer: TextProcessor, length: int) -> SystemChat:
         """After the layers 10, 20 and 30 of the released encoder."""
-        return SystemChat(model, tokenizer, length, quarters(model.config.num_hidden_layers))
+        return SystemChat(model, tokenizer, length, quarters(model))
 
     @staticmethod
     def tiny() -> Flux2Pipeline:

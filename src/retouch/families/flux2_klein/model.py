@@ -36,8 +36,7 @@ class Flux2Klein(Flux2Model):
     @staticmethod
     def states(model: Any, tokenizer: Any, length: int) -> ChatStates:
         """After the layers 9, 18 and 27 of the released encoders."""
-        layers = quarters(model.config.num_hidden_layers)
-        return ChatStates(model, tokenizer, length, layers, thinking=False, encodes_padding=True)
+        return ChatStates(model, tokenizer, length, quarters(model), thinking=False, encodes_padding=True)
 
     @classmethod
     def load_network(cls, config: Flux2KleinModel, path: str, dtype: torch.dtype) -> nn.Module:

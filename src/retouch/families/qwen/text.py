@@ -23,10 +23,7 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLProcessor
 
 from retouch.families.loading import ModelFilesError
-from retouch.families.text import (
-    CACHE_SIZE,
-    TextEncoders,
-)
+from retouch.families.text import PromptReader
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +132,7 @@ class ChatStates:
         tokenizer: for text without images.
         processor: for text with images; None where the task has none.
         length: tokens kept at most, including images and the end of the chat.
+        name, fixed: see `retouch.families.text.PromptReader`.
     """
 
     model: Any  # Qwen2_5_VLForConditionalGeneration
@@ -142,6 +140,8 @@ class ChatStates:
     processor: Any  # ImageTextProcessor
     task: Task
     length: int
+    name: str = "text_encoder"
+    fixed: bool = False
 
     def __call__(self, prompt: str, pictures: Sequence[Image] = ()) -> Tensor:
         """States [L, D] on the model's device.
@@ -154,7 +154,12 @@ class ChatStates:
             on_device = {name: value.to(self.model.device) for name, value in inputs.items()}
             return self.model.model(**on_device).last_hidden_state[0, drop:]
 
-    def count(self, prompt: str, pictures: Sequence[Image] = ()) -> int:
+    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
+        """See `PromptReader`; images and the end of the chat are never cut."""
+        tokens = self.tokenizer(chat(self.task, prompt, len(images)), verbose=False).input_ids
+        return len(tokens) - prefix_length(self.tokenizer, self.task) + sum(images) - len(images)
+
+    def kept(self, prompt: str, pictures: Sequence[Image] = ()) -> int:
         """L of the states."""
         inputs, drop = self._inputs(prompt, pictures)
         return inputs["input_ids"].shape[1] - drop
@@ -176,7 +181,7 @@ class ChatStates:
         if over <= 0:
             return inputs
         tail = len(self.tokenizer(template(self.task).partition("{}")[2]).input_ids)
-        words = len(self.tokenizer(prompt).input_ids)
+        words = len(self.tokenizer(prompt, verbose=False).input_ids)
         if over > words:
             raise ValueError(
                 f"the images and the chat around a prompt take {ids.shape[1] - drop - words} tokens, but "
@@ -234,25 +239,19 @@ class PaddedChats:
     def model(self) -> Any:
         return self.chat.model
 
+    @property
+    def reader(self) -> PromptReader:
+        return self.chat
+
     def __call__(self, texts: Sequence[Any]) -> Tensor:
         length = self.chat.length
         if not self.states:
-            counts = torch.tensor([[self.chat.count(*self.read(text))] for text in texts], dtype=torch.int64)
+            counts = torch.tensor([[self.chat.kept(*self.read(text))] for text in texts], dtype=torch.int64)
             return (torch.arange(length, dtype=torch.int64) < counts).float()
         rows = [self.chat(*self.read(text)) for text in texts]
         return torch.stack([nn.functional.pad(row, (0, 0, 0, length - len(row))) for row in rows])
 
 
-def chat_encoders(
-    chat: ChatStates,
-    read: Callable[[Any], tuple[str, Sequence[Image]]],
-    device: torch.device | str = "cpu",
-    offload: bool = True,
-    capacity: int = CACHE_SIZE,
-) -> TextEncoders:
-    """`text` and `text_mask` of a family's conditions; arguments as of `PaddedChats` and `TextEncoders`."""
-    made: dict[str, Any] = {
-        "text": PaddedChats(chat, read, states=True),
-        "text_mask": PaddedChats(chat, read, states=False),
-    }
-    return TextEncoders(made, device, offload, capacity)
+def chat_encoders(chat: ChatStates, read: Callable[[Any], tuple[str, Sequence[Image]]]) -> Mapping[str, PaddedChats]:
+    """`text` and `text_mask` of a family's conditions; arguments as of `PaddedChats`."""
+    return {"text": PaddedChats(chat, read, states=True), "text_mask": PaddedChats(chat, read, states=False)}

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer
 
-from retouch.families.loading import load_component
-from retouch.families.text import layer_states
+from retouch.families.text import PromptReader, counted_chat, layer_states
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class ChatStates:
         thinking: False closes the assistant's thoughts before they begin.
         encodes_padding: whether padding goes through the encoder, and its states depend on the chat; else it is
             appended as zeros.
+        name, fixed: see `retouch.families.text.PromptReader`.
     """
 
     model: Any
@@ -40,18 +39,31 @@ class ChatStates:
     layers: tuple[int, ...]
     thinking: bool
     encodes_padding: bool
+    name: str = "text_encoder"
+    fixed: bool = False
+
+    @property
+    def reader(self) -> PromptReader:
+        return self
+
+    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
+        """See `PromptReader`; the end of the chat is cut before the prompt."""
+        return len(self.tokenizer(counted_chat(self._chat, prompt, closed=closed), verbose=False).input_ids)
 
     def tokens(self, prompt: str) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask` of a chat [1, S], or [1, L] where padding is not encoded."""
-        chat = self.tokenizer.apply_chat_template(
+        chat = self._chat(prompt)
+        padding: Any = "max_length" if self.encodes_padding else False
+        batch = self.tokenizer([chat], padding=padding, max_length=self.length, truncation=True, return_tensors="pt")
+        return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+
+    def _chat(self, prompt: str) -> str:
+        return self.tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}],
             tokenize=False,
             add_generation_prompt=True,
             enable_thinking=self.thinking,
         )
-        padding: Any = "max_length" if self.encodes_padding else False
-        batch = self.tokenizer([chat], padding=padding, max_length=self.length, truncation=True, return_tensors="pt")
-        return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
 
     def __call__(self, prompts: Sequence[str]) -> Tensor:
         """[B, S, n D]: in one forward where every chat has S tokens, with gradient where the model has it."""
@@ -75,21 +87,12 @@ class ChatLengths:
     def model(self) -> Any:
         return self.chat.model
 
+    @property
+    def reader(self) -> PromptReader:
+        return self.chat
+
     def __call__(self, prompts: Sequence[str]) -> Tensor:
         """[B] int64."""
         return torch.tensor(
             [int(self.chat.tokens(prompt)["attention_mask"].sum()) for prompt in prompts], dtype=torch.int64
         )
-
-
-def load_qwen3(kind: Any, path: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The `Qwen3Model` in text_encoder/ and the tokenizer of a model.
-
-    Args:
-        kind: class that text_encoder/ is saved as: `Qwen3Model`, or `Qwen3ForCausalLM`, whose head is dropped.
-
-    Raises:
-        ModelFilesError: missing, unreadable or incomplete files.
-    """
-    loaded = load_component(kind, path, "text_encoder", dtype)
-    return getattr(loaded, "model", loaded), load_component(AutoTokenizer, path, "tokenizer", None)

@@ -9,7 +9,7 @@ Legend: B samples, C latent channels, h w latent sides, S text tokens, D widths.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -23,9 +23,9 @@ from retouch.families.inputs import reference_inputs
 from retouch.families.loading import load_component
 from retouch.families.qwen import tiny
 from retouch.families.qwen.base import NEGATIVE, QwenModel
-from retouch.families.qwen.text import ChatStates, chat_encoders
+from retouch.families.qwen.text import ChatStates, PaddedChats, chat_encoders
 from retouch.families.qwen_image.spec import QwenImageModel
-from retouch.families.text import TextEncoders
+from retouch.families.text import Networks, TextEncoders
 from retouch.types import Condition, Example
 
 __all__ = ["NEGATIVE", "QwenImage"]
@@ -37,13 +37,12 @@ class QwenImage(QwenModel):
     section = QwenImageModel
 
     @classmethod
-    def load_text(
-        cls, config: QwenImageModel, path: str, dtype: torch.dtype, device: torch.device | str, *, embedded: bool
-    ) -> TextEncoders:
-        model = load_component(Qwen2_5_VLForConditionalGeneration, path, "text_encoder", dtype)
+    def text_encoders(
+        cls, config: QwenImageModel, path: str, network: Networks, *, embedded: bool
+    ) -> Mapping[str, PaddedChats]:
+        model = network(Qwen2_5_VLForConditionalGeneration, "text_encoder")
         tokenizer = load_component(AutoTokenizer, path, "tokenizer", None)
-        chat = ChatStates(model, tokenizer, None, "draw", config.max_sequence_length)
-        return chat_encoders(chat, _prompt_alone, device, config.offload_text_encoders)
+        return chat_encoders(ChatStates(model, tokenizer, None, "draw", config.max_sequence_length), _prompt_alone)
 
     @classmethod
     def from_pipeline(cls, pipeline: Any, length: int = 128) -> Self:
@@ -52,7 +51,7 @@ class QwenImage(QwenModel):
         text = None
         if pipeline.text_encoder is not None:
             chat = ChatStates(pipeline.text_encoder, pipeline.tokenizer, None, "draw", length)
-            text = chat_encoders(chat, _prompt_alone)
+            text = TextEncoders(chat_encoders(chat, _prompt_alone))
         return cls(pipeline.transformer, pipeline.vae, text, pipeline.scheduler)
 
     @staticmethod

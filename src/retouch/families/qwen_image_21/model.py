@@ -40,7 +40,7 @@ from retouch.families.qwen.text import CHAT_TEMPLATE, Shown
 from retouch.families.qwen.tiny import byte_qwen_tokenizer, special_tokens
 from retouch.families.qwen_image_21.spec import QwenImage21Model
 from retouch.families.qwen_image_21.text import PADDING, SLOT, ImageTextProcessor, PromptKinds, PromptStates
-from retouch.families.text import TextEncoders
+from retouch.families.text import Networks, TextEncoders
 from retouch.families.tiny import SHIFTED
 from retouch.families.vae import QwenAutoencoder
 from retouch.hub import require_hub
@@ -87,12 +87,12 @@ class QwenImage21(FamilyModel):
     autoencoder_class = QwenImage21Autoencoder
 
     @classmethod
-    def load_text(
-        cls, config: QwenImage21Model, path: str, dtype: torch.dtype, device: torch.device | str, *, embedded: bool
-    ) -> TextEncoders:
-        model = load_component(Qwen3VLForConditionalGeneration, path, "text_encoder", dtype)
+    def text_encoders(
+        cls, config: QwenImage21Model, path: str, network: Networks, *, embedded: bool
+    ) -> Mapping[str, Any]:
+        model = network(Qwen3VLForConditionalGeneration, "text_encoder")
         processor = load_component(ImageTextProcessor, path, "processor", None)
-        return _encoders(PromptStates(model, processor, config.max_sequence_length), device, config)
+        return _encoders(PromptStates(model, processor, config.max_sequence_length))
 
     @classmethod
     def load_network(cls, config: QwenImage21Model, path: str, dtype: torch.dtype) -> nn.Module:
@@ -104,7 +104,7 @@ class QwenImage21(FamilyModel):
         """The networks of a `QwenImage21Pipeline` in memory, prompts padded to `length` tokens."""
         _require_plain_schedule(pipeline.config)
         config = QwenImage21Model(max_sequence_length=length)
-        text = _encoders(PromptStates(pipeline.text_encoder, pipeline.processor, length), "cpu", config)
+        text = TextEncoders(_encoders(PromptStates(pipeline.text_encoder, pipeline.processor, length)))
         return cls(pipeline.transformer, pipeline.vae, text, pipeline.scheduler, config=config)
 
     @staticmethod
@@ -242,9 +242,8 @@ def _text(prompt: str, sources: Sequence[Image]) -> str | Shown:
     return Shown.of(prompt, sources) if sources else prompt
 
 
-def _encoders(states: PromptStates, device: torch.device | str, config: QwenImage21Model) -> TextEncoders:
-    made: dict[str, Any] = {"text": states, "text_kinds": PromptKinds(states)}
-    return TextEncoders(made, device, config.offload_text_encoders)
+def _encoders(states: PromptStates) -> Mapping[str, Any]:
+    return {"text": states, "text_kinds": PromptKinds(states)}
 
 
 def _index_of(path: str) -> Mapping[str, Any]:

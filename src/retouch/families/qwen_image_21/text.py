@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import Qwen3VLProcessor
 
 from retouch.families.qwen.text import SEEN, Shown, without_tokens_before
+from retouch.families.text import PromptReader
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +53,23 @@ class PromptStates:
         model: a `Qwen3VLForConditionalGeneration`.
         processor: of text and images; its tokenizer is that of text alone.
         length: tokens of a chat kept at most, and padded to, without those of images.
+        name, fixed: see `retouch.families.text.PromptReader`.
     """
 
     model: Any
     processor: Any
     length: int
+    name: str = "text_encoder"
+    fixed: bool = False
+
+    @property
+    def reader(self) -> PromptReader:
+        return self
+
+    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
+        """See `PromptReader`; the end of the chat is never cut, and the tokens of images do not count."""
+        tokens = self.processor.tokenizer(chat(prompt, len(images)), verbose=False).input_ids
+        return len(tokens) - self._system_tokens() - len(images)
 
     def __call__(self, prompts: Sequence[str | Shown]) -> Tensor:
         """[B, S, D], padded with zeros behind; S is `length` and the tokens of the images."""
@@ -107,7 +120,7 @@ class PromptStates:
     def _shortened(self, inputs: dict[str, Tensor], prompt: str, over: int) -> dict[str, Tensor]:
         """Without the last tokens of the prompt: images and the end of the chat stay."""
         tokenizer = self.processor.tokenizer
-        count = len(tokenizer(prompt).input_ids)
+        count = len(tokenizer(prompt, verbose=False).input_ids)
         if over > count:
             raise ValueError(
                 f"the chat around a prompt takes more than model.max_sequence_length {self.length} tokens; set "
@@ -132,6 +145,10 @@ class PromptKinds:
     @property
     def model(self) -> Any:
         return self.states.model
+
+    @property
+    def reader(self) -> PromptReader:
+        return self.states
 
     def __call__(self, prompts: Sequence[str | Shown]) -> Tensor:
         """[B, S] fp32."""

@@ -13,7 +13,7 @@ Legend: B samples, C latent channels, h w latent sides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -25,34 +25,33 @@ from retouch.families.inputs import optional_masks
 from retouch.families.loading import load_component
 from retouch.families.qwen import tiny
 from retouch.families.qwen.base import NEGATIVE, QwenModel, picture_tensors
-from retouch.families.qwen.text import ChatStates, ImageTextProcessor, Shown, chat_encoders
+from retouch.families.qwen.text import ChatStates, ImageTextProcessor, PaddedChats, Shown, chat_encoders
 from retouch.families.qwen_image_edit.spec import RELEASED, EditVariant, QwenImageEditModel
-from retouch.families.text import TextEncoders
+from retouch.families.text import Networks, TextEncoders
 from retouch.types import Condition, Example
 
 __all__ = ["QwenImageEdit"]
-
-KEPT_TEXTS = 64
-"""Images with a prompt whose states are kept; the next use of an example is usually soon, or in another cache."""
 
 
 class QwenImageEdit(QwenModel):
     """The family protocol (`retouch.types.DiffusionModel`) for editing: a source, and no mask needed."""
 
     section = QwenImageEditModel
+    kept_texts = 64
+    """With their images; the next use of an example is usually soon, or in another cache."""
 
     @classmethod
-    def load_text(
-        cls, config: QwenImageEditModel, path: str, dtype: torch.dtype, device: torch.device | str, *, embedded: bool
-    ) -> TextEncoders:
+    def text_encoders(
+        cls, config: QwenImageEditModel, path: str, network: Networks, *, embedded: bool
+    ) -> Mapping[str, PaddedChats]:
         chat = ChatStates(
-            load_component(Qwen2_5_VLForConditionalGeneration, path, "text_encoder", dtype),
+            network(Qwen2_5_VLForConditionalGeneration, "text_encoder"),
             load_component(AutoTokenizer, path, "tokenizer", None),
             load_component(ImageTextProcessor, path, "processor", None),
             config.variant,
             config.max_sequence_length,
         )
-        return chat_encoders(chat, _prompt_and_images, device, config.offload_text_encoders, KEPT_TEXTS)
+        return chat_encoders(chat, _prompt_and_images)
 
     @classmethod
     def from_pipeline(cls, pipeline: Any, length: int = 128, vision_pixels: int | None = None) -> Self:
@@ -62,7 +61,7 @@ class QwenImageEdit(QwenModel):
         text = None
         if pipeline.text_encoder is not None:
             chat = ChatStates(pipeline.text_encoder, pipeline.tokenizer, pipeline.processor, variant, length)
-            text = chat_encoders(chat, _prompt_and_images, capacity=KEPT_TEXTS)
+            text = TextEncoders(chat_encoders(chat, _prompt_and_images), capacity=cls.kept_texts)
         config = QwenImageEditModel(variant=variant, path=RELEASED[variant][0], vision_pixels=vision_pixels)
         return cls(pipeline.transformer, pipeline.vae, text, pipeline.scheduler, config=config)
 

@@ -30,7 +30,7 @@ from retouch.families.diffusion import FamilyModel
 from retouch.families.guidance import doubled, guided, halves
 from retouch.families.loading import is_there
 from retouch.families.sd3.spec import Sd3Model
-from retouch.families.text import TextEncoder, TextEncoders
+from retouch.families.text import Networks, TextEncoder, TextEncoders
 from retouch.types import Condition, Example
 
 
@@ -46,14 +46,14 @@ class Sd3(FamilyModel):
         network._repeated_blocks = ["JointTransformerBlock"]
 
     @classmethod
-    def load_text(
-        cls, config: Sd3Model, path: str, dtype: torch.dtype, device: torch.device | str, *, embedded: bool
-    ) -> TextEncoders:
-        clip, clip_2 = (TextEncoder.load(CLIPTextModelWithProjection, path, number, dtype) for number in ("", "_2"))
+    def text_encoders(
+        cls, config: Sd3Model, path: str, network: Networks, *, embedded: bool
+    ) -> Mapping[str, TextEncoder]:
+        clip, clip_2 = (TextEncoder.load(network, CLIPTextModelWithProjection, path, number) for number in ("", "_2"))
         t5 = None
         if is_there(path, "text_encoder_3"):
-            t5 = TextEncoder.load(T5EncoderModel, path, "_3", dtype, config.max_sequence_length)
-        return TextEncoders(_encoders(clip, clip_2, t5), device, config.offload_text_encoders)
+            t5 = TextEncoder.load(network, T5EncoderModel, path, "_3", config.max_sequence_length)
+        return _encoders(clip, clip_2, t5)
 
     @classmethod
     def from_pipeline(cls, pipeline: Any, length: int | None = None) -> Self:
@@ -62,13 +62,15 @@ class Sd3(FamilyModel):
         if length is None:
             length = min(256, pipeline.tokenizer_3.model_max_length) if pipeline.tokenizer_3 else 256
         clip, clip_2 = (
-            TextEncoder(model, tokenizer, tokenizer.model_max_length)
-            for model, tokenizer in (
-                (pipeline.text_encoder, pipeline.tokenizer),
-                (pipeline.text_encoder_2, pipeline.tokenizer_2),
+            TextEncoder(model, tokenizer, tokenizer.model_max_length, name=name)
+            for model, tokenizer, name in (
+                (pipeline.text_encoder, pipeline.tokenizer, "text_encoder"),
+                (pipeline.text_encoder_2, pipeline.tokenizer_2, "text_encoder_2"),
             )
         )
-        t5 = pipeline.text_encoder_3 and TextEncoder(pipeline.text_encoder_3, pipeline.tokenizer_3, length)
+        t5 = None
+        if pipeline.text_encoder_3:
+            t5 = TextEncoder(pipeline.text_encoder_3, pipeline.tokenizer_3, length, name="text_encoder_3")
         text = TextEncoders(_encoders(clip, clip_2, t5))
         config = Sd3Model(max_sequence_length=length)
         return cls(pipeline.transformer, pipeline.vae, text, pipeline.scheduler, config=config)

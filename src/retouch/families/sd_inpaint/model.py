@@ -21,7 +21,7 @@ from transformers import CLIPTextModel
 from retouch.families import tiny
 from retouch.families.guidance import is_guided
 from retouch.families.sd_inpaint.spec import SdInpaintModel
-from retouch.families.text import TextEncoder, TextEncoders
+from retouch.families.text import Networks, TextEncoder, TextEncoders
 from retouch.families.unet import tiny as unet_tiny
 from retouch.families.unet.base import UnetInpaint
 
@@ -32,11 +32,10 @@ class SdInpaint(UnetInpaint):
     section = SdInpaintModel
 
     @classmethod
-    def load_text(
-        cls, config: SdInpaintModel, path: str, dtype: torch.dtype, device: torch.device | str, *, embedded: bool
-    ) -> TextEncoders:
-        clip = TextEncoder.load(CLIPTextModel, path, "", dtype)
-        return TextEncoders({"text": clip}, device, config.offload_text_encoders)
+    def text_encoders(
+        cls, config: SdInpaintModel, path: str, network: Networks, *, embedded: bool
+    ) -> Mapping[str, TextEncoder]:
+        return {"text": TextEncoder.load(network, CLIPTextModel, path, "")}
 
     @classmethod
     def from_pipeline(cls, pipeline: Any) -> Self:

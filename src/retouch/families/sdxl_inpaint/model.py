@@ -24,7 +24,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from retouch.families import tiny
 from retouch.families.guidance import halves
 from retouch.families.sdxl_inpaint.spec import SdxlInpaintModel
-from retouch.families.text import TextEncoder, TextEncoders
+from retouch.families.text import Networks, TextEncoder, TextEncoders
 from retouch.families.unet import tiny as unet_tiny
 from retouch.families.unet.base import UnetInpaint
 
@@ -40,21 +40,20 @@ class SdxlInpaint(UnetInpaint):
         super().__init__(network, vae, *parts, **options)
 
     @classmethod
-    def load_text(
-        cls, config: SdxlInpaintModel, path: str, dtype: torch.dtype, device: torch.device | str, *, embedded: bool
-    ) -> TextEncoders:
-        first = TextEncoder.load(CLIPTextModel, path, "", dtype)
-        second = TextEncoder.load(CLIPTextModelWithProjection, path, "_2", dtype)
-        return TextEncoders(_encoders(first, second), device, config.offload_text_encoders)
+    def text_encoders(
+        cls, config: SdxlInpaintModel, path: str, network: Networks, *, embedded: bool
+    ) -> Mapping[str, TextEncoder]:
+        first = TextEncoder.load(network, CLIPTextModel, path, "")
+        return _encoders(first, TextEncoder.load(network, CLIPTextModelWithProjection, path, "_2"))
 
     @classmethod
     def from_pipeline(cls, pipeline: Any) -> Self:
         """The networks of a `StableDiffusionXLInpaintPipeline` in memory."""
         clips = [
-            TextEncoder(model, tokenizer, tokenizer.model_max_length)
-            for model, tokenizer in (
-                (pipeline.text_encoder, pipeline.tokenizer),
-                (pipeline.text_encoder_2, pipeline.tokenizer_2),
+            TextEncoder(model, tokenizer, tokenizer.model_max_length, name=name)
+            for model, tokenizer, name in (
+                (pipeline.text_encoder, pipeline.tokenizer, "text_encoder"),
+                (pipeline.text_encoder_2, pipeline.tokenizer_2, "text_encoder_2"),
             )
         ]
         return cls(pipeline.unet, pipeline.vae, TextEncoders(_encoders(*clips)), pipeline.scheduler)

@@ -17,14 +17,15 @@ from typing import Any, Self
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
 from torch import Tensor, nn
-from transformers import Qwen3Model
+from transformers import AutoTokenizer, Qwen3Model
 
 from retouch.families import tiny
 from retouch.families.blending import blended, blending_inputs
 from retouch.families.diffusion import FamilyModel
-from retouch.families.qwen3.text import ChatLengths, ChatStates, load_qwen3
+from retouch.families.loading import load_component
+from retouch.families.qwen3.text import ChatLengths, ChatStates
 from retouch.families.qwen3.tiny import chat_tokenizer, qwen3
-from retouch.families.text import TextEncoders
+from retouch.families.text import Networks, TextEncoders
 from retouch.families.z_image.spec import ZImageModel
 from retouch.types import Condition, Example
 
@@ -37,12 +38,9 @@ class ZImage(FamilyModel):
     section = ZImageModel
 
     @classmethod
-    def load_text(
-        cls, config: ZImageModel, path: str, dtype: torch.dtype, device: torch.device | str, *, embedded: bool
-    ) -> TextEncoders:
-        encoder, tokenizer = load_qwen3(Qwen3Model, path, dtype)
-        chat = _chat(encoder, tokenizer, config.max_sequence_length)
-        return TextEncoders(chat, device, config.offload_text_encoders)
+    def text_encoders(cls, config: ZImageModel, path: str, network: Networks, *, embedded: bool) -> Mapping[str, Any]:
+        encoder = network(Qwen3Model, "text_encoder")
+        return _chat(encoder, load_component(AutoTokenizer, path, "tokenizer", None), config.max_sequence_length)
 
     @classmethod
     def from_pipeline(cls, pipeline: Any, length: int = 128, config: ZImageModel | None = None) -> Self:

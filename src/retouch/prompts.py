@@ -1,0 +1,205 @@
+"""How much of the prompts of a run its text encoders read. Tokens are counted by the model's own tokenizers, as the
+encoders call them; no weights are loaded, and nothing here imports torch before prompts are counted."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retouch.config import ConfigError, RunConfig
+from retouch.data.base import DataError, DataSection, ItemError, ItemFiles
+from retouch.data.dataset import all_embedded
+from retouch.errors import shown
+from retouch.lines import parse_lines
+from retouch.model_files import ModelFilesError, component_path
+from retouch.rewards.protocol import quoted_text
+
+if TYPE_CHECKING:
+    from retouch.families.text import PromptReader
+
+logger = logging.getLogger(__name__)
+
+Readers = Mapping[str, "PromptReader"]
+"""Text encoders by name."""
+
+_SLACK = 4
+"""Tokens that a prompt may take beside one for each of its characters, and those of the empty prompt."""
+
+
+@dataclass(frozen=True)
+class PromptCheck:
+    """Counts the tokens of prompts; of a data section for `retouch.data.dataset.load_dataset`.
+
+    Attributes:
+        local: read only files that are on this machine; without them prompts are not counted.
+    """
+
+    run: RunConfig
+    local: bool = False
+
+    def __call__(self, section: DataSection, items: Sequence[ItemFiles]) -> tuple[list[str], dict[int, ItemError]]:
+        """Warnings about prompts that are cut, and by its position each item of whose prompt no text encoder reads the
+        target text, or anything.
+
+        Without tokenizers nothing is counted: a run does without them if it has stored embeddings, and else loading the
+        model reports them."""
+        try:
+            readers = self._readers(embedded=all_embedded(items))
+        except (ModelFilesError, ConfigError, ImportError, NotImplementedError) as error:
+            return ([f"prompts are not counted: {_reason(error)}"] if self.local else []), {}
+        cut = {name: self._cut(reader, section, items) for name, reader in readers.items()}
+        by_all = set[int].intersection(*map(set, cut.values())) if cut else set[int]()
+        lost = {p: problem for p in sorted(by_all) if (problem := self._lost(readers, section, items[p]))}
+        return [self._warning(readers, name, cut, items) for name in readers if cut[name]], lost
+
+    def fixed(self) -> list[str]:
+        """A warning about each prompt of the run file that is cut."""
+        items = [ItemFiles(0, prompt) for prompt in self.run.model.fixed_prompts]
+        warnings, _ = self(self.run.data, items)
+        return [f"model.negative_prompt: {warning}" for warning in warnings]
+
+    def _readers(self, *, embedded: bool) -> Readers:
+        """Raises: ModelFilesError, ConfigError, ImportError, NotImplementedError: as `FamilyModel.prompt_readers`."""
+        if getattr(self.run.algorithm, "conditioning", None) == "rewrite_text":
+            return {}  # the images are conditioned on completions alone, and the policy reads whole prompts
+        model = self.run.model
+        path = component_path(model.path, model.family)
+        if self.local and not Path(path).is_dir():
+            path = _downloaded(path)
+        return _readers_of(model.family, model.model_dump_json(), path, embedded)
+
+    def _images(self, section: DataSection, item: ItemFiles) -> tuple[int, ...]:
+        """Tokens of each image that a text encoder reads with the prompt of an item."""
+        tokens = self.run.model.vision_tokens(section.size)
+        return (tokens,) * (1 + len(item.more_paths)) if tokens and item.source_path is not None else ()
+
+    def _cut(self, reader: PromptReader, section: DataSection, items: Sequence[ItemFiles]) -> dict[int, int]:
+        """Position -> tokens, of the prompts that a text encoder does not read whole."""
+        count, cut = lru_cache(maxsize=None)(reader.count), dict[int, int]()
+        for position, item in enumerate(items):
+            if item.embedding_path is not None and reader.name == self.run.model.spec.embedded_encoder:
+                continue  # a file has its output
+            images = self._images(section, item)
+            # a tokenizer makes at most one token of an ASCII character: most prompts are not tokenized
+            if item.prompt.isascii() and len(item.prompt) + count("", images) + _SLACK <= reader.length:
+                continue
+            if (tokens := count(item.prompt, images)) > reader.length:
+                cut[position] = tokens
+        return cut
+
+    def _lost(self, readers: Readers, section: DataSection, item: ItemFiles) -> ItemError | None:
+        """The problem of an item whose prompt every text encoder cuts before the end of its target text, or, without
+        one, before everything."""
+        if item.embedding_path is not None:
+            return None
+        text, end = _end_of_text(item)
+        images = self._images(section, item)
+        ends = {name: reader.count(item.prompt[:end], images, closed=False) for name, reader in readers.items()}
+        if any(ends[name] <= reader.length for name, reader in readers.items()):
+            return None
+        what = "the prompt" if text is None else f"the text {shown(text)} in the prompt"
+        where = ", and at ".join(f"token {ends[name]} of {name}, which reads {r.length}" for name, r in readers.items())
+        remedy = "shorten the prompt" if text is None else "put it nearer to the start of the prompt"
+        longer = any(map(self._can_be_longer, readers.values()))
+        also = ", or raise model.max_sequence_length" if longer else ""
+        verb = "begins" if text is None else "ends"
+        return ItemError(f"item {item.id}", f"no text encoder reads {what}: it {verb} at {where}; {remedy}{also}")
+
+    def _warning(
+        self, readers: Readers, name: str, cut: Mapping[str, Mapping[int, int]], items: Sequence[ItemFiles]
+    ) -> str:
+        """One line on the prompts that a text encoder cuts, with the longest."""
+        longest = max(cut[name], key=cut[name].__getitem__)
+        whole = [other for other in readers if not cut[other].keys() & cut[name].keys()]
+        if whole:
+            remedy = f"{' and '.join(whole)} reads them whole"
+        elif self._can_be_longer(readers[name]):
+            remedy = "shorten them, or raise model.max_sequence_length"
+        else:
+            remedy = "shorten them"
+        return (
+            f"{len(cut[name])} of {len(items)} prompts are longer than the {readers[name].length} tokens that {name} "
+            f"reads, and are cut; the longest takes {cut[name][longest]} (item {items[longest].id}: "
+            f"{shown(items[longest].prompt)}); {remedy}"
+        )
+
+    def _can_be_longer(self, reader: PromptReader) -> bool:
+        """Whether the run file sets the limit of a text encoder, below the largest that it allows."""
+        fields: Mapping[str, Any] = type(self.run.model).model_fields
+        if reader.fixed or "max_sequence_length" not in fields:
+            return False
+        most = next((m.le for m in fields["max_sequence_length"].metadata if hasattr(m, "le")), None)
+        return most is None or reader.length < most
+
+
+def require_read(run: RunConfig, section: DataSection, item: ItemFiles) -> None:
+    """Log a warning if the prompt of one item is cut.
+
+    Raises:
+        DataError: no text encoder reads its target text.
+    """
+    warnings, problems = PromptCheck(run)(section, [item])
+    for warning in warnings:
+        logger.warning("%s", warning)
+    if problems:
+        raise DataError(problems[0].problem)
+
+
+def _end_of_text(item: ItemFiles) -> tuple[str | None, int]:
+    """The target text of an item that ends last in its prompt, and its end there: of its lines, else of its text, else
+    of what stands in quotes; (None, 1) where the prompt has none of them."""
+    found: tuple[str | None, int] = (None, 1)
+    for text in _target_texts(item):
+        words = r"\s+".join(map(re.escape, text.split()))
+        place = re.search(words, item.prompt, re.IGNORECASE) if words else None
+        if place is not None and place.end() > found[1]:
+            found = text, place.end()
+    return found
+
+
+def _target_texts(item: ItemFiles) -> list[str]:
+    if "lines" in item.metadata:
+        try:
+            return [line.text for line in parse_lines(item.metadata["lines"])]
+        except ValueError:  # reading the item reports it
+            return []
+    text = item.metadata.get("text")
+    if isinstance(text, str) and text.strip():
+        return [text]
+    quoted = quoted_text(item.prompt)
+    return [] if quoted is None else [quoted]
+
+
+@lru_cache(maxsize=8)
+def _readers_of(family: str, section: str, path: str, embedded: bool) -> Readers:
+    """The text encoders of a model section, as JSON, with tokenizers and without networks."""
+    from retouch.families import FAMILIES
+    from retouch.families.loading import family_class
+
+    kind: Any = family_class(family)
+    if not hasattr(kind, "prompt_readers"):
+        raise NotImplementedError(f"{kind.__name__} has no prompt_readers")
+    return kind.prompt_readers(FAMILIES[family].model_validate_json(section), path, embedded=embedded)
+
+
+def _downloaded(hub_id: str) -> str:
+    """Folder of a hub id in the local cache.
+
+    Raises:
+        ModelFilesError: not downloaded.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    index = try_to_load_from_cache(hub_id, "model_index.json")
+    if not isinstance(index, str):
+        raise ModelFilesError(f"{hub_id} is not on this machine")
+    return str(Path(index).parent)
+
+
+def _reason(error: Exception) -> str:
+    return "that needs the train extra" if isinstance(error, ImportError) else str(error)
