@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -44,6 +45,22 @@ OVERFLOWS = 20
 after 16 the scale is not the cause."""
 
 
+def require_joined(processes: int) -> None:
+    """Reject processes of a launcher that accelerate did not join: without a GPU it leaves each to itself, and all of
+    them would train the same run.
+
+    Args:
+        processes: those that accelerate found.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+    if launched > processes:
+        raise ConfigError(
+            f"WORLD_SIZE: the launcher started {launched} processes, which do not join, because there is no GPU here "
+            "(`retouch doctor` prints what torch finds); use a machine with one GPU for each, start one process with "
+            "`retouch train`, or set ACCELERATE_USE_CPU=true in the environment to train on CPUs"
+        )
+
+
 class Engine:
     """Precision, gradients, collectives.
 
@@ -71,6 +88,7 @@ class Engine:
             )
         except ValueError as error:
             raise ConfigError(f"training.mixed_precision: given {training.mixed_precision!r}; {error}") from None
+        require_joined(self.accelerator.num_processes)
         if self.accelerator.distributed_type in PLUGINS:
             raise ConfigError(
                 f"accelerate's configuration: distributed_type is {self.accelerator.distributed_type.value}; set "

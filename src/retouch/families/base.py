@@ -275,10 +275,16 @@ class OtherTransformer(Section):
     """Folder in it that has the network's config.json; null is its top."""
 
 
+SHORT_NAMES = {"flux": "flux_fill", "qwen": "qwen_image"}
+"""Names of models in the usual fine-tuning scripts -> families."""
+
+
 class ModelSection(Section):
     """The diffusion model: family, files, precision, and its trained part."""
 
+    KEPT: ClassVar[Set[str]] = {"dtype"}
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"path", "offload_text_encoders", "offload_vae", "free_text_encoders"}
+    VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {"family": SHORT_NAMES}
 
     spec: ClassVar[FamilySpec]
 
