@@ -14,7 +14,7 @@ from retouch.config.kinds import changed_tag
 from retouch.config.load import overlaid, read_yaml
 from retouch.config.run import RunConfig as Run
 from retouch.data.formats import FORMATS
-from retouch.families import FAMILIES
+from retouch.families import FAMILIES, base
 from retouch.rewards import REWARDS
 
 from .conftest import BASE, REPOSITORY
@@ -155,17 +155,18 @@ def test_a_misspelled_kind_has_its_message_alone() -> None:
 
 
 @pytest.mark.parametrize(("short", "family"), [("flux", "flux_fill"), ("qwen", "qwen_image")])
-def test_the_guides_names_of_models_are_families(
-    short: str, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_guides_names_of_models_are_families(short: str, family: str, caplog: pytest.LogCaptureFixture) -> None:
     """On the command line, in a file, in Python; a note is logged once."""
+    base._note_short.cache_clear()
     run = {**BASE, "model": {"family": family, "path": "tiny", "train": {"kind": "lora", "rank": 4}}}
     if family == "qwen_image":
         run["data"] = {"format": "prompts", "path": "p.txt", "resolution": 64}
     overridden = parse_run(run, [f"model.family={short}"])
     assert overridden == parse_run(run) == parse_run({**run, "model": {**run["model"], "family": short}})
     assert overridden.model.family == family and overridden.model.train.rank == 4  # type: ignore[union-attr]
-    assert not [record for record in caplog.records if "replaces the section" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records]
+    assert not [line for line in told if "replaces the section" in line]
+    assert told == [f"model.family: given {short!r}, which is read as {family}"]
 
 
 def test_kept_and_unread_keys_are_options() -> None:
