@@ -159,6 +159,7 @@ def test_the_guides_names_of_models_are_families(short: str, family: str, caplog
     """On the command line, in a file, in Python; a note is logged once."""
     base._note_short.cache_clear()
     run = {**BASE, "model": {"family": family, "path": "tiny", "train": {"kind": "lora", "rank": 4}}}
+    run["rollout"] = {"guidance_scale": 4.0}  # would have to be set anew for another family
     if family == "qwen_image":
         run["data"] = {"format": "prompts", "path": "p.txt", "resolution": 64}
     overridden = parse_run(run, [f"model.family={short}"])
@@ -174,9 +175,9 @@ def test_kept_and_unread_keys_are_options() -> None:
     known = {leaf.key for leaf in leaves(Run)} | {"rollout.window"}
     for registry in (ALGORITHMS, FAMILIES, FORMATS, REWARDS):
         for kind in registry.available().values():
-            for base in kind.__mro__:
-                assert {*vars(base).get("KEPT", ())} <= {*getattr(base, "model_fields", ())}, base
-                assert {*vars(base).get("UNREAD", ())} <= known, base
+            for part in kind.__mro__:
+                assert {*vars(part).get("KEPT", ())} <= {*getattr(part, "model_fields", ())}, part
+                assert {*vars(part).get("UNREAD", ())} <= known, part
 
 
 def test_a_section_without_a_kind_changes_none() -> None:

@@ -300,12 +300,12 @@ def parse_run(
     merged = with_new_names(deepcopy(dict(data)))
     below = deepcopy(merged)
     overridden = [_apply(merged, override) for override in overrides]
+    merged = with_new_names(merged)  # of the values that overrides set
     if not {"rollout", "rollout.guidance_scale"} & {override.partition("=")[0].strip() for override in overrides}:
         _check_family(below, {"model": merged.get("model")})
     if not trust:
         _require_consent_to_read(merged, overridden, source)
     take_in_plugins(with_variables(merged.get("plugins"), "plugins"), source)
-    merged = with_new_names(merged)  # of the values that overrides set
     replaced = replace_kinds(below, merged, overridden)
     try:
         run = RunConfig.model_validate(with_variables(merged, unread=unread))
