@@ -12,6 +12,7 @@ import pytest
 from retouch.config import ConfigError
 from retouch.config.run import OptimizerConfig, TrainingConfig
 from retouch.engine import Engine
+from retouch.engine.engine import require_joined
 from retouch.engine.zero import note_compiling
 
 
@@ -20,10 +21,17 @@ def test_processes_that_do_not_join_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     for name, value in {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     with pytest.raises(ConfigError, match="WORLD_SIZE: the launcher started 4 processes, which do not join, because"):
         Engine(TrainingConfig(mixed_precision="no"), OptimizerConfig(), 0)
+    with monkeypatch.context() as environment:
+        environment.setenv("ACCELERATE_USE_CPU", "true")
+        require_joined()
+    with monkeypatch.context() as environment:
+        environment.setattr("torch.accelerator.is_available", lambda: True)
+        require_joined()
     monkeypatch.delenv("LOCAL_RANK")  # a WORLD_SIZE of something else, such as a batch system
-    assert Engine(TrainingConfig(mixed_precision="no"), OptimizerConfig(), 0).world_size == 1
+    require_joined()
 
 
 @pytest.mark.parametrize(("installed", "compiled", "told"), [(False, False, 1), (True, False, 0), (False, True, 0)])

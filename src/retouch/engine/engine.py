@@ -20,6 +20,7 @@ from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
     gather_object,
+    parse_flag_from_env,
     set_seed,
 )
 from torch import Tensor, nn
@@ -45,15 +46,11 @@ OVERFLOWS = 20
 after 16 the scale is not the cause."""
 
 
-def require_joined(processes: int) -> None:
-    """Reject processes of a launcher that accelerate did not join: without a GPU it leaves each to itself, and all of
-    them would train the same run.
-
-    Args:
-        processes: those that accelerate found.
-    """
+def require_joined() -> None:
+    """Reject several processes of a launcher on a machine without a GPU: accelerate leaves each of them to itself, and
+    all would train the same run."""
     launched = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
-    if launched > processes:
+    if launched > 1 and not torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
         raise ConfigError(
             f"WORLD_SIZE: the launcher started {launched} processes, which do not join, because there is no GPU here "
             "(`retouch doctor` prints what torch finds); use a machine with one GPU for each, start one process with "
@@ -74,6 +71,7 @@ class Engine:
         """Args:
         collective_s: timeout of collectives in seconds.
         """
+        require_joined()
         # accelerate keeps the precision in a process-wide state, which a second engine in one process must not inherit
         AcceleratorState._reset_state()
         try:
@@ -88,7 +86,6 @@ class Engine:
             )
         except ValueError as error:
             raise ConfigError(f"training.mixed_precision: given {training.mixed_precision!r}; {error}") from None
-        require_joined(self.accelerator.num_processes)
         if self.accelerator.distributed_type in PLUGINS:
             raise ConfigError(
                 f"accelerate's configuration: distributed_type is {self.accelerator.distributed_type.value}; set "
