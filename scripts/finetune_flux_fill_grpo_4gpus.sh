@@ -1,10 +1,4 @@
 #!/usr/bin/env bash
-# GRPO of a LoRA on FLUX.1-Fill, four GPUs; accumulation makes the optimizer step that of eight.
-# Data: DATA_JSON_PATH, a list of images, masks and prompts; or DATA_PATH, a self_bench folder or such a list.
-# key=value may follow.
+# The same as scripts/finetune/finetune_flux_fill_grpo_4gpus.sh.
 set -eu
-# shellcheck source=scripts/launch.sh
-. "$(dirname "$0")/launch.sh"
-run_file flux_fill grpo
-launch accelerate launch --config_file configs/accelerate/gpu8.yaml --num_processes 4 -m retouch train \
-  "${run[@]}" optimizer.gradient_accumulation=16 resume=auto "$@"
+exec "$(dirname "$0")/finetune/finetune_flux_fill_grpo_4gpus.sh" "$@"

@@ -64,15 +64,15 @@ is_manifest() { # by its name, or a folder in the layout of imagefolder
 }
 
 # `adapter_file ALGORITHM` sets `run` for a style adapter of FLUX.1-Fill: Calligrapher's where CALLIGRAPHER_PATH names its
-# file, a new one elsewhere. Data as above; every entry of a list has a reference_path.
+# file, a new one elsewhere. Data as above; the reference of an entry without reference_path is its own mask box.
 adapter_file() {
   local kind=flux_fill_ip
   [ -z "${CALLIGRAPHER_PATH-}" ] || kind=flux_fill_calligrapher
   run=("configs/${kind}_$1.yaml")
   if [ -n "${DATA_JSON_PATH-}" ]; then
     # shellcheck disable=SC2016
-    run+=(data.format=manifest 'data.path=${DATA_JSON_PATH}')
+    run+=(data.format=manifest 'data.path=${DATA_JSON_PATH}' data.reference=mask_box)
   elif is_manifest "${DATA_PATH-}"; then
-    run+=(data.format=manifest)
+    run+=(data.format=manifest data.reference=mask_box)
   fi
 }

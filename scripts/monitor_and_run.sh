@@ -3,7 +3,7 @@
 # each resumable stop (exit code 3), at most MAX_RESTARTS (10) times. CUDA_VISIBLE_DEVICES limits the devices; POLL_S (60)
 # is the number of seconds between checks.
 #
-#   GPUS=4 scripts/monitor_and_run.sh scripts/finetune_flux_fill_grpo_4gpus.sh
+#   GPUS=4 scripts/monitor_and_run.sh scripts/finetune/finetune_flux_fill_grpo_4gpus.sh
 set -eu
 allowed=${CUDA_VISIBLE_DEVICES-}
 export CUDA_DEVICE_ORDER=PCI_BUS_ID # nvidia-smi counts so

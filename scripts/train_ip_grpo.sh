@@ -4,8 +4,8 @@
 #   CALLIGRAPHER_PATH  calligrapher.bin, to go on from it; without it a new adapter, after a supervised warm-up
 #   SIGLIP_PATH        image encoder, hub id or folder (default: google/siglip-so400m-patch14-384)
 #   MODEL_PATH         FLUX.1-Fill, hub id or folder (default: black-forest-labs/FLUX.1-Fill-dev)
-#   DATA_PATH          self_bench folder with every test{N}_ref.png; or DATA_JSON_PATH, a list with a reference_path in
-#                      every entry
+#   DATA_PATH          self_bench folder with every test{N}_ref.png; or DATA_JSON_PATH, a list; the reference of an
+#                      entry without reference_path is the mask box of its own image
 #
 # Memory by `retouch check --memory`, activations on top: 78.5 GiB from calligrapher.bin, 71.6 GiB for a new adapter; on
 # four GPUs with training.sharding=zero2, 56.1 GiB and 51.9 GiB each (docs/style-adapter.md has that command).

@@ -15,7 +15,7 @@ from retouch.adapters.formats import AdapterShape
 from retouch.adapters.hosts import host_of
 from retouch.families import FAMILIES
 from retouch.families.loading import tiny_path
-from retouch.families.tiny import byte_clip_tokenizer, tiny_pipeline
+from retouch.families.tiny import byte_clip_tokenizer, bytes_to_characters, tiny_pipeline
 from retouch.image_encoder import TINY
 
 PACKAGED = [family for family in FAMILIES if tiny_path(family).is_dir()]
@@ -99,3 +99,46 @@ def tiny_clip() -> str:
     }  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return str(folder)
+
+
+VLM_MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+VLM_MARKS += ["<|video_pad|>"]
+
+
+@cache
+def tiny_vlm() -> str:
+    """A two-layer Qwen2.5-VL over bytes with random weights; "yes", "No" and their like are tokens beside the bytes."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    path = Path(tempfile.mkdtemp(prefix="retouch-vlm-"))
+    vocabulary = {chr(c): i for i, c in enumerate(bytes_to_characters())}
+    tokens = Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokens.add_special_tokens({"additional_special_tokens": VLM_MARKS})
+    tokens.add_tokens(["yes", " yes", "no", "No"])
+    ids = {mark: tokens.convert_tokens_to_ids(mark) for mark in VLM_MARKS}
+    text = {
+        "vocab_size": len(tokens), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
+        "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    with torch.no_grad():  # answers that depend on the picture, and not all alike
+        model.lm_head.weight.normal_(0, 0.4)
+        for parameter in model.model.visual.parameters():
+            parameter.mul_(3)
+    model.save_pretrained(path)
+    tokens.save_pretrained(path)
+    Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=64 * 28 * 28).save_pretrained(path)
+    return str(path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import reduce
+from typing import Annotated, Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from retouch.config import parse_run
 from retouch.config.run import RunConfig
@@ -68,3 +70,18 @@ def test_the_table_names_options_that_exist() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_guidance_of_null_is_the_models(family: str) -> None:
     assert FAMILIES[family].spec.guidance_scale == facts_of(family).guidance_scale
+
+
+def test_a_default_is_a_value_that_its_key_accepts() -> None:
+    """A run directory holds the whole run with its defaults: one outside its own bounds could not be opened again."""
+    own = {leaf.owner: leaf.info for leaf in leaves(RunConfig)}
+    refused: list[str] = []
+    for owner, info in own.items():
+        if info.is_required() or info.default_factory is not None:
+            continue
+        annotation: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+        try:
+            TypeAdapter(annotation).validate_python(info.default)
+        except ValidationError:
+            refused.append(owner)
+    assert len(own) > 300 and refused == []

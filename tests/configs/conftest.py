@@ -18,7 +18,7 @@ from retouch.tiny.signs import (
 )
 from tests.families.facts import text_length
 from tests.rewards.openai_server import KEY, OpenAIServer, pictures
-from tests.tiny_models import WITH_BASE, tiny_calligrapher, tiny_clip, tiny_model
+from tests.tiny_models import WITH_BASE, tiny_calligrapher, tiny_clip, tiny_model, tiny_vlm
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ENGINES = sorted((CONFIGS / "accelerate").glob("*.yaml"))
@@ -152,6 +152,8 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
     overrides += [f"rewards.{name}.detect=false" for name in ("ocr", "style") if name in published["rewards"]]
     if "clip" in published["rewards"]:
         overrides += [f"rewards.clip.path={tiny_clip()}"]
+    if "vlm" in published["rewards"]:
+        overrides += [f"rewards.vlm.path={tiny_vlm()}", "rewards.vlm.dtype=fp32", "rewards.vlm.min_mass=0"]
     if "style" in published["rewards"]:
         overrides += ["rewards.style.image_encoder=tiny"]
     scorers = {entry.get("scorer", name): name for name, entry in published["rewards"].items() if entry}

@@ -56,7 +56,10 @@ def test_a_run_that_needs_references_takes_the_mask_box(bench: Bench) -> None:
     assert len(load_dataset(bench.config(reference="mask_box"), needs=needs)) == 1
     (item,) = bench.config().items()
     assert isinstance(item, ItemFiles)
-    assert str(check_item(item, bench.config(), needs)) == "item 1: reference_path missing, which the run needs"
+    assert str(check_item(item, bench.config(), needs)) == (
+        "item 1: reference_path missing, which the run needs; data.reference=mask_box cuts the reference out of the "
+        "image"
+    )
     bare = ItemFiles(3, "p", source_path=item.source_path)  # there is no box without a mask
     assert "mask_path, reference_path missing" in str(check_item(bare, bench.config(reference="mask_box"), needs))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import yaml
 
 from retouch.adapters.formats import NAME
 from retouch.algorithms.nft.config import NftConfig
+from retouch.cli.flags import answer
 from retouch.config import RunConfig, derive, load_run
 from tests.config.leaves import leaves
 from tests.configs.test_guide import GUIDE, OF
@@ -176,13 +179,28 @@ def test_the_published_files_read_the_variables_as_said() -> None:
 
 
 def test_the_scripts_of_the_page_are_those_there() -> None:
-    named = set(re.findall(r"`(\w+\.sh)`", PAGE))
-    assert named == {path.name for path in (REPOSITORY / "scripts").glob("*.sh")} - {"launch.sh"}
+    named = set(re.findall(r"`(?:finetune/)?(\w+\.sh)`", PAGE))
+    assert named == {path.name for path in (REPOSITORY / "scripts").rglob("*.sh")} - {"launch.sh"}
+
+
+def test_the_versions_of_the_page_are_those_of_the_package() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["requires-python"] == ">=3.11" and "| Python 3.11 or newer, whose" in PAGE
+    assert "torch>=2.7" in project["optional-dependencies"]["train"] and "| torch 2.7 or newer." in PAGE
+    pinned = re.search(r"^torch==(\S+)$", (REPOSITORY / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned and f"`constraints.txt` has torch {pinned[1]}," in PAGE
+    wanted = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert [line for line in wanted if not line.startswith("#")] == ["-c constraints.txt", "-e .[train,serve,ocr]"]
+
+
+def test_the_answer_to_a_flag_is_the_one_of_the_page() -> None:
+    [(typed, told)] = re.findall(r"^\$ retouch train (--.*)\n(error: (?:.*\n)+?)```", PAGE, re.MULTILINE)
+    assert f"error: {answer('train', shlex.split(typed))}\n" == told
 
 
 def test_commands_of_scripts_exist() -> None:
     for name in ("coming-from", "troubleshooting", "remote"):
-        for script in re.findall(r"scripts/\w+\.sh", (DOCS / f"{name}.md").read_text(encoding="utf-8")):
+        for script in re.findall(r"scripts/[\w/]+\.sh", (DOCS / f"{name}.md").read_text(encoding="utf-8")):
             assert (REPOSITORY / script).is_file()
 
 

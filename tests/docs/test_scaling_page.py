@@ -91,7 +91,7 @@ def counted(file: str, released: Path, processes: int, *overrides: str) -> str:
 
 @pytest.mark.parametrize("file", FULL_LAUNCHERS)
 def test_launchers_of_all_weights_name_what_four_gpus_hold(file: str, released: Path) -> None:
-    script = REPOSITORY / f"scripts/finetune_{Path(file).stem}_4gpus.sh"
+    script = REPOSITORY / f"scripts/finetune/finetune_{Path(file).stem.removesuffix('_full')}_4gpus.sh"
     header = script.read_text(encoding="utf-8")
     held = counted(file, released, 4)
     assert f"# {held} a GPU" in header and f"{file} --memory --world-size 4" in header

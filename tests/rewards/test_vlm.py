@@ -8,55 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from retouch.config import ConfigError
-from retouch.families.tiny import bytes_to_characters
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.vlm import VlmScorer
 from retouch.types import Failure, Score
 from tests.rewards.fakes import item, picture, score_checked
-
-MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-MARKS += ["<|video_pad|>"]
+from tests.tiny_models import tiny_vlm
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights; "yes", "No" and their like are tokens beside the bytes."""
-    path = tmp_path_factory.mktemp("vlm")
-    vocabulary = {chr(c): i for i, c in enumerate(bytes_to_characters())}
-    tokens = Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    tokens.add_special_tokens({"additional_special_tokens": MARKS})
-    tokens.add_tokens(["yes", " yes", "no", "No"])
-    ids = {mark: tokens.convert_tokens_to_ids(mark) for mark in MARKS}
-    text = {
-        "vocab_size": len(tokens), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": ids["<|im_end|>"],
-        "pad_token_id": ids["<|endoftext|>"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-    }  # fmt: skip
-    vision = {
-        "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
-        "fullatt_block_indexes": [0],
-    }  # fmt: skip
-    config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen2_5_VLForConditionalGeneration(config)
-    with torch.no_grad():  # answers that depend on the picture, and not all alike
-        model.lm_head.weight.normal_(0, 0.4)
-        for parameter in model.model.visual.parameters():
-            parameter.mul_(3)
-    model.save_pretrained(path)
-    tokens.save_pretrained(path)
-    Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=64 * 28 * 28).save_pretrained(path)
-    return path
+def folder() -> Path:
+    return Path(tiny_vlm())
 
 
 def judge(folder: Path, **options: Any) -> VlmScorer:

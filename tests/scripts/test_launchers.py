@@ -28,36 +28,34 @@ from tests.configs.conftest import shrink, signs
 __all__ = ["signs"]
 
 REPOSITORY = Path(__file__).parents[2]
-SCRIPTS = sorted((REPOSITORY / "scripts").glob("*.sh"))
+SCRIPTS = sorted((REPOSITORY / "scripts").rglob("*.sh"))
 
 FOUR = "accelerate launch --config_file configs/accelerate/gpu8.yaml --num_processes 4 -m "
+FINETUNE = {
+    f"finetune/finetune_{script}_4gpus": f"{FOUR}retouch train configs/{run}.yaml {accumulation}resume=auto"
+    for algorithm, flux, sd in (("grpo", 16, 8), ("dpo", 4, 2), ("sft", None, None))
+    for script, run, steps in (
+        (f"flux_fill_{algorithm}", f"flux_fill_{algorithm}_full", flux),
+        (f"flux_fill_{algorithm}_lora", f"flux_fill_{algorithm}", flux),
+        (f"sd_inpainting_{algorithm}", f"sd_inpaint_{algorithm}", sd),
+        (f"sd_inpainting_{algorithm}_full", f"sd_inpaint_{algorithm}_full", sd),
+    )
+    for accumulation in (f"optimizer.gradient_accumulation={steps} " if steps else "",)
+}
+FORMER = {
+    f"finetune_{name}_4gpus": f"finetune/finetune_{name.replace('_full', '')}_4gpus"
+    for algorithm in ("grpo", "dpo", "sft")
+    for name in (f"flux_fill_{algorithm}", f"flux_fill_{algorithm}_full", f"sd_inpainting_{algorithm}")
+}
+"""Paths of earlier versions -> the launchers that they start."""
 EXPECTED = {
+    **FINETUNE,
+    **{former: FINETUNE[name] for former, name in FORMER.items()},
     "run_server": "retouch reward serve ocr --port 8000 --endpoints runs/endpoints.json",
     "train_grpo": "retouch train configs/flux_fill_grpo.yaml optimizer.gradient_accumulation=64 resume=auto",
     "train_nft": "retouch train configs/flux_fill_nft.yaml optimizer.gradient_accumulation=64 resume=auto",
-    "finetune_flux_fill_grpo_4gpus": (
-        f"{FOUR}retouch train configs/flux_fill_grpo.yaml optimizer.gradient_accumulation=16 resume=auto"
-    ),
-    "finetune_flux_fill_dpo_4gpus": (
-        f"{FOUR}retouch train configs/flux_fill_dpo.yaml optimizer.gradient_accumulation=4 resume=auto"
-    ),
-    "finetune_flux_fill_sft_4gpus": f"{FOUR}retouch train configs/flux_fill_sft.yaml resume=auto",
     "train_ip_grpo": "retouch train configs/flux_fill_ip_grpo.yaml optimizer.gradient_accumulation=64 resume=auto",
     "train_ip_nft": "retouch train configs/flux_fill_ip_nft.yaml optimizer.gradient_accumulation=64 resume=auto",
-    "finetune_flux_fill_grpo_full_4gpus": (
-        f"{FOUR}retouch train configs/flux_fill_grpo_full.yaml optimizer.gradient_accumulation=16 resume=auto"
-    ),
-    "finetune_flux_fill_dpo_full_4gpus": (
-        f"{FOUR}retouch train configs/flux_fill_dpo_full.yaml optimizer.gradient_accumulation=4 resume=auto"
-    ),
-    "finetune_flux_fill_sft_full_4gpus": f"{FOUR}retouch train configs/flux_fill_sft_full.yaml resume=auto",
-    "finetune_sd_inpainting_grpo_4gpus": (
-        f"{FOUR}retouch train configs/sd_inpaint_grpo.yaml optimizer.gradient_accumulation=8 resume=auto"
-    ),
-    "finetune_sd_inpainting_dpo_4gpus": (
-        f"{FOUR}retouch train configs/sd_inpaint_dpo.yaml optimizer.gradient_accumulation=2 resume=auto"
-    ),
-    "finetune_sd_inpainting_sft_4gpus": f"{FOUR}retouch train configs/sd_inpaint_sft.yaml resume=auto",
     **{
         name: (
             f"accelerate launch --config_file configs/accelerate/{engine}.yaml -m retouch train configs/{run}.yaml "
@@ -105,8 +103,9 @@ def dry_run(name: str, *arguments: str, **variables: str) -> str:
 
 
 def test_every_launcher_is_known_and_can_be_executed() -> None:
-    assert {path.stem for path in SCRIPTS} == {*EXPECTED, "monitor_and_run", "launch"}
-    assert {path.stem for path in SCRIPTS if not os.access(path, os.X_OK)} == {"launch"}  # which is sourced
+    names = {path: path.relative_to(REPOSITORY / "scripts").with_suffix("").as_posix() for path in SCRIPTS}
+    assert {*names.values()} == {*EXPECTED, "monitor_and_run", "launch"}
+    assert {names[path] for path in SCRIPTS if not os.access(path, os.X_OK)} == {"launch"}  # which is sourced
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -158,8 +157,13 @@ def test_the_run_file_is_there_and_accepted(name: str, monkeypatch: pytest.Monke
 
 BY_DATA = {
     **{
-        f"finetune_{family}_{algorithm}_4gpus": f"{run}_{{}}{algorithm}"
-        for family, run in (("flux_fill", "flux_fill"), ("sd_inpainting", "sd_inpaint"))
+        f"finetune/finetune_{family}_{algorithm}{kind}_4gpus": f"{run}_{{}}{algorithm}{full}"
+        for family, run, kind, full in (
+            ("flux_fill", "flux_fill", "", "_full"),
+            ("flux_fill", "flux_fill", "_lora", ""),
+            ("sd_inpainting", "sd_inpaint", "", ""),
+            ("sd_inpainting", "sd_inpaint", "_full", "_full"),
+        )
         for algorithm in ("sft", "grpo", "dpo")
     },
     **{f"train_{algorithm}": f"flux_fill_{{}}{algorithm}" for algorithm in ("grpo", "nft")},
@@ -196,25 +200,11 @@ def test_the_run_file_fits_the_data(name: str, tmp_path: Path, monkeypatch: pyte
             assert outcome.code == 0, outcome.err
 
 
-def test_full_fine_tuning_has_its_files() -> None:
-    for algorithm in ("sft", "grpo", "dpo"):
-        done = subprocess.run(
-            ["bash", "-c", f'. scripts/launch.sh; run_file flux_fill {algorithm} full; echo "${{run[@]}}"'],
-            cwd=REPOSITORY,
-            env={**os.environ, "DATA_JSON_PATH": "l.json", "DATA_PATH": ""},
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-        assert done.stdout == f"configs/flux_fill_manifest_{algorithm}_full.yaml\n"
-        assert (REPOSITORY / done.stdout.strip()).is_file()
-
-
 @pytest.mark.parametrize(
     ("name", "variable"),
     [
-        pytest.param("finetune_flux_fill_grpo_4gpus", "DATA_PATH", marks=pytest.mark.full),
-        ("finetune_sd_inpainting_sft_4gpus", "DATA_JSON_PATH"),
+        pytest.param("finetune/finetune_flux_fill_grpo_lora_4gpus", "DATA_PATH", marks=pytest.mark.full),
+        ("finetune/finetune_sd_inpainting_sft_4gpus", "DATA_JSON_PATH"),
     ],
 )
 def test_a_list_of_descriptions_trains_by_its_launcher(
@@ -450,7 +440,7 @@ def test_signals_reach_the_processes_of_a_launcher_as_sigterm(number: signal.Sig
         "trap 'echo TERM; sleep 0.3; exit 3' TERM; kill -USR1 $$; kill -USR2 $$\n"
         "echo ready; while true; do sleep 0.05; done",
     )
-    command = [str(REPOSITORY / "scripts/finetune_sd_inpainting_sft_4gpus.sh")]
+    command = [str(REPOSITORY / "scripts/finetune/finetune_sd_inpainting_sft_4gpus.sh")]
     with subprocess.Popen(command, env=with_path(tmp_path), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(number)
@@ -463,7 +453,7 @@ def test_signals_reach_the_processes_of_a_launcher_as_sigterm(number: signal.Sig
 
 def test_a_launcher_that_ends_by_itself_gives_its_code(tmp_path: Path) -> None:
     executable(tmp_path / "accelerate", "exit 7")
-    command = [str(REPOSITORY / "scripts/finetune_sd_inpainting_sft_4gpus.sh")]
+    command = [str(REPOSITORY / "scripts/finetune/finetune_sd_inpainting_sft_4gpus.sh")]
     assert subprocess.run(command, env=with_path(tmp_path), check=False).returncode == 7
 
 

@@ -67,9 +67,9 @@ def test_the_run_file_of_an_adapter_follows_from_the_variables(algorithm: str, t
     assert chosen("train_ip") == chosen("train", SIGLIP_PATH="s") == new
     assert chosen("train_ip", CALLIGRAPHER_PATH="c") == chosen("train", CALLIGRAPHER_PATH="c") == released
     assert chosen("train", SIGLIP_PATH="s", CALLIGRAPHER_PATH="c", DATA_PATH=str(tmp_path)) == released
-    listed = ["data.format=manifest", "data.path=${DATA_JSON_PATH}"]
+    listed = ["data.format=manifest", "data.path=${DATA_JSON_PATH}", "data.reference=mask_box"]
     assert chosen("train", CALLIGRAPHER_PATH="c", DATA_JSON_PATH="l.json") == [*released, *listed]
-    assert chosen("train_ip", DATA_PATH="l.jsonl") == [*new, "data.format=manifest"]
+    assert chosen("train_ip", DATA_PATH="l.jsonl") == [*new, "data.format=manifest", "data.reference=mask_box"]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_all_weights_with_averages_on_four_processes(
     path = CONFIGS / f"flux_fill_{algorithm}_full.yaml"
     options = [*shrink(path, signs, tmp_path), "optimizer.batch_size_per_device=1"]
     options += ["rewards={preservation: {}}"] if algorithm == "sft" else []  # to load OCR four times takes long
-    done = run_script(f"finetune_flux_fill_{algorithm}_full_4gpus", *options)
+    done = run_script(f"finetune/finetune_flux_fill_{algorithm}_4gpus", *options)
     assert done.returncode == 0, done.stderr
     run = tmp_path / path.stem
     config = load_run(run / "config.yaml")

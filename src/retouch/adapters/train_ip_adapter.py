@@ -7,6 +7,7 @@ other programs can load them. LoRA is merged into them; its factors are stored i
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from retouch.adapters.formats import (
     AdapterFileError,
     AdapterShape,
     Head,
+    describe_unused,
     folded,
     read_adapter,
     write_bin,
@@ -37,6 +39,8 @@ from retouch.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from retouch.families.base import FamilySpec, Train, TrainIpAdapter
+
+logger = logging.getLogger(__name__)
 
 FACTORS = f"{NAME}-lora.safetensors"
 """Factors of `weights: kv_lora`, by parameter name."""
@@ -162,22 +166,29 @@ class IpAdapterWeights:
             write_tensors(factors, folder / FACTORS, {"format": "pt", "factor": json.dumps(self._factor)})
 
     def load(self, folder: Path) -> dict[str, Tensor]:
-        if not (folder / f"{NAME}.safetensors").is_file():
+        """Read the weights that `save` wrote, or of a bare file a whole adapter in any layout."""
+        path = folder / f"{NAME}.safetensors" if folder.is_dir() else folder
+        if not path.is_file():
             raise ValueError(f"no {NAME}.safetensors in it, which model.train.kind=ip_adapter needs")
-        file = read_adapter(folder / f"{NAME}.safetensors")
-        if file.shape != self.adapter.shape:
-            raise ValueError(f"an adapter of {describe(file)}, but model.train requires {describe(self.adapter)}")
-        if file.metadata.get("scale", self.adapter.scale) != self.adapter.scale:  # would load, and change the images
-            raise ValueError(f"trained at scale {_one(file.scale)}, but model.train has {_one(self.adapter.scale)}")
+        file = read_adapter(path)
+        if file.unused:
+            logger.warning("%s: %s", path, describe_unused(file.unused))
+        if problem := shape_problem(file.shape, self.adapter.shape):
+            raise ValueError(f"has {describe(file)}{problem}")
+        if self._scale_of(file, path) != self.adapter.scale:  # would load, and change the images
+            raise ValueError(
+                f"trained at scale {_one(self._scale_of(file, path))}, but model.train has {_one(self.adapter.scale)}"
+            )
         trained = bool(file.value_norm)
-        if trained != self.adapter.value_norm:  # would load, and change the images
+        unrecorded = path.suffix != ".safetensors" and file.value_norm is None
+        if trained != self.adapter.value_norm and not unrecorded:  # would load, and change the images
             raise ValueError(
                 f"trained with value_norm={trained}, but model.train has {self.adapter.value_norm}; "
                 f"set model.train.value_norm={str(trained).lower()}"
             )
         state = {name: file.tensors[key] for key, name in self._trained.items()}
         if self._factor is not None:
-            state = self._load_factors(folder / FACTORS)
+            state = self._load_factors(path.parent / FACTORS)
         for key, tensor in self._whole(state).items():
             if not _close(tensor, file.tensors[key], exact=self._factor is None or not key.startswith("ip_adapter.")):
                 raise ValueError(
@@ -185,6 +196,14 @@ class IpAdapterWeights:
                     "new adapter, is another than in training"
                 )
         return state
+
+    def _scale_of(self, file: AdapterFile, path: Path) -> list[float]:
+        """The scale that an adapter was trained at. Its .bin has it multiplied into the values, unless these are
+        normalized."""
+        own = self.adapter.scale
+        if path.suffix == ".safetensors" or self.adapter.value_norm:
+            return file.metadata.get("scale", own)
+        return file.scale
 
     def _whole(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All weights of the adapter: those of `state`, and the frozen ones."""
@@ -251,23 +270,26 @@ def require_shape(file: AdapterFile, wanted: AdapterShape, path: str) -> None:
     Raises:
         ConfigError: which option of `model.train` to set, or that the file is for another network.
     """
-    where = f"model.train.initial_adapter: {path} has {describe(file)}"
-    own = file.shape
+    if problem := shape_problem(file.shape, wanted):
+        raise ConfigError(f"model.train.initial_adapter: {path} has {describe(file)}{problem}")
+
+
+def shape_problem(own: AdapterShape, wanted: AdapterShape) -> str | None:
+    """Why an adapter does not fit, and the option to set, as the end of a sentence; None if it fits."""
     if own.head != wanted.head:
         if own.head == "mlp+query_former" and wanted.head == "mlp":
-            raise ConfigError(f"{where}; set model.train.query_former=true: without it half of its style is lost")
+            return "; set model.train.query_former=true: without it half of its style is lost"
         if wanted.head == "mlp+query_former" and own.head == "mlp":
-            raise ConfigError(f"{where}, but model.train requires {wanted.head}; set model.train.query_former=false")
-        raise ConfigError(f"{where}, but the network takes {wanted.head}; give an adapter of this family")
+            return f", but model.train requires {wanted.head}; set model.train.query_former=false"
+        return f", but the network takes {wanted.head}; give an adapter of this family"
     if (own.inner, own.token_width) != (wanted.inner, wanted.token_width):
-        raise ConfigError(
-            f"{where} of width {own.inner[0]} with tokens of width {own.token_width}, but the network has "
+        return (
+            f" of width {own.inner[0]} with tokens of width {own.token_width}, but the network has "
             f"{len(wanted.inner)} blocks of width {wanted.inner[0]} and takes tokens of width {wanted.token_width}; "
             "give an adapter for this model"
         )
     if own.tokens != wanted.tokens:
-        raise ConfigError(f"{where}; set model.train.tokens={own.tokens}")
+        return f"; set model.train.tokens={own.tokens}"
     if own.width != wanted.width:
-        raise ConfigError(
-            f"{where}, but model.train.image_encoder makes vectors of width {wanted.width}; set the one it is for"
-        )
+        return f", but model.train.image_encoder makes vectors of width {wanted.width}; set the one it is for"
+    return None

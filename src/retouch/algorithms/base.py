@@ -38,6 +38,9 @@ class AlgorithmSection(Section):
     trains_text_encoder: ClassVar[bool] = False
     """Whether the text encoder is trained and the diffusion model is frozen."""
 
+    UNREAD: ClassVar[Set[str]] = frozenset()
+    """Dotted keys of other sections that it refuses; an override of `algorithm.name` drops those of the file."""
+
     name: Any
     """Registered name of the algorithm."""
 
@@ -159,6 +162,7 @@ def require_gradient(key: str, entry: RewardEntry, algorithm: str, remedy: str, 
 class Objective(AlgorithmSection):
     """Where in the image a loss is computed, and supervised examples without their caption."""
 
+    KEPT: ClassVar[Set[str]] = {"region", "region_dilation", "seam_weight", "caption_dropout"}
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"caption_dropout"}
 
     shift_key: ClassVar[str] = "sft_shifted_times"
@@ -228,7 +232,12 @@ class Objective(AlgorithmSection):
 class RlConfig(Objective):
     """Base of every algorithm but SFT: those that train on rewards, given pairs or labels, after a warm-up."""
 
+    KEPT: ClassVar[Set[str]] = {"sft_steps", "sft_shifted_times"}
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"sft_shifted_times", "combine", "resample_rounds"}
+    UNREAD: ClassVar[Set[str]] = {
+        *("rollout.step_rule", "rollout.noise_level", "rollout.eta", "rollout.window", "rollout.shared_noise"),
+        *("rollout.preset", "optimizer.steps_per_forward"),
+    }
     ALIASES: ClassVar[Mapping[str, str]] = {
         "warmup_steps": "sft_steps",
         "warmup_shifted_times": "sft_shifted_times",

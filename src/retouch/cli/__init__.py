@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from retouch import __version__
-from retouch.cli import data, rewards, runs, use
+from retouch.cli import data, flags, rewards, runs, use
 from retouch.console import outlast_readers, results_problem
 from retouch.disk import OBSTRUCTED, file_problem
 from retouch.errors import RetouchError, Stopped, first_line
@@ -76,6 +76,8 @@ def _main() -> None:
     _silence_libraries()
     interrupted.clear()
     interrupt_on_signals()
+    if sys.argv[1:2] in (["train"], ["check"]) and (message := flags.answer(sys.argv[1], sys.argv[2:])):
+        _fail(f"error: {message}", 2)
     try:
         code = app(standalone_mode=False)  # or typer would print usage errors itself, in a box of several lines
     except (KeyboardInterrupt, typer.Abort):

@@ -20,7 +20,9 @@ from retouch.errors import ConfigError, NotReproduced
 app = typer.Typer()
 
 
-@app.command()
+@app.command(
+    epilog="Keys are in docs/configuration.md, and those of the flags of other scripts in docs/coming-from.md."
+)
 def train(
     run: RunFile,
     overrides: Overrides = None,

@@ -55,6 +55,9 @@ class Section(BaseModel):
     """Former key -> key. Subclasses have those of their bases, too."""
     VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """Key -> its former values -> the values of today."""
+    KEPT: ClassVar[Set[str]] = frozenset()
+    """Options that keep their values when an override names another kind of the section that has them as well, because
+    they mean the same in both; subclasses have those of their bases, too."""
     FREE_IN_EPOCH: ClassVar[Set[str]] = frozenset()
     """Options that may change when a run resumes inside an epoch; subclasses have those of their bases, too. See
     `is_free_in_epoch`."""

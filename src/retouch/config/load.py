@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from retouch.config import yaml12
 from retouch.config.base import Section
 from retouch.config.errors import ConfigError, explain, field_annotation, models_of, nearest
+from retouch.config.kinds import changed_tag, is_reward, replace_kinds
 from retouch.config.presets import section_of
 from retouch.config.run import RunConfig
 from retouch.config.trust import Key, consented, foreign, in_run_directory, named, require_consent
@@ -72,8 +73,8 @@ def load_run(
 
 
 def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A run with the keys of `changes` merged over it, as in a file that `extends` it; dotted keys and nested mappings
-    are equivalent.
+    """A run with the keys of `changes` merged over it, as overrides of the command line are; dotted keys and nested
+    mappings are equivalent.
 
     Raises:
         ConfigError: a key set twice or below a value, an option of a reward that does not exist, or what cannot be laid
@@ -85,7 +86,10 @@ def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     for key, value in changes.items():
         _require_reward(key.split("."), str(value), rewards)
     _check_family(below, above)
-    return _overlay(below, above)
+    merged = deepcopy(_overlay(below, above, replaces=False))
+    for section in replace_kinds(below, merged, [path for path, _ in _leaves(above, ())]):
+        logger.warning("%s", section)
+    return merged
 
 
 def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,36 +218,30 @@ def with_new_names(
     return named
 
 
-_TAGS = ("family", "kind", "format", "scorer")
-"""Keys that select the kind of a section. `name` is one only under `algorithm`."""
-
-
-def _overlay(below: Mapping[str, Any], above: Mapping[str, Any], key: tuple[str, ...] = ()) -> dict[str, Any]:
+def _overlay(
+    below: Mapping[str, Any], above: Mapping[str, Any], key: tuple[str, ...] = (), *, replaces: bool = True
+) -> dict[str, Any]:
     """Keys of both, those of `above` first where both have one.
 
     Args:
         key: where the two stand in the file.
+        replaces: whether a section of another kind replaces that of `below`.
     """
-    tags = (*_TAGS, "name") if key == ("algorithm",) else _TAGS
-    unsaid = {"family": DEFAULT_FAMILY} if key == ("model",) else {"scorer": key[-1]} if _is_reward(key) else {}
-    kind = {**unsaid, **below}
-    if any(tag in above and tag in kind and above[tag] != kind[tag] for tag in tags):
+    if replaces and changed_tag(below, above, key):
         return dict(above)
     merged = dict(below)
     for name, value in above.items():
-        if value is None and _is_reward((*key, name)):
+        if value is None and is_reward((*key, name)):
             _take_away(merged, name)
             continue
         old = merged.get(name, {} if (*key, name) == ("rewards",) else None)
         both = isinstance(old, dict) and isinstance(value, dict)
         merged[name] = (
-            _overlay(cast("dict[str, Any]", old), cast("dict[str, Any]", value), (*key, name)) if both else value
+            _overlay(cast("dict[str, Any]", old), cast("dict[str, Any]", value), (*key, name), replaces=replaces)
+            if both
+            else value
         )
     return merged
-
-
-def _is_reward(key: Sequence[str]) -> bool:
-    return len(key) == 2 and key[0] == "rewards"
 
 
 def _require_reward(path: Sequence[str], value: str, rewards: Collection[str]) -> None:
@@ -254,7 +252,7 @@ def _require_reward(path: Sequence[str], value: str, rewards: Collection[str]) -
         path: dotted key of the option.
         rewards: names of the rewards of the run.
     """
-    if len(path) < 3 or not _is_reward(path[:2]) or path[1] in rewards:
+    if len(path) < 3 or not is_reward(path[:2]) or path[1] in rewards:
         return
     name, *inner = path[1:]
     entry = " ".join(f"{{{key}:" for key in inner) + f" {value.strip()}" + "}" * len(inner)
@@ -309,7 +307,8 @@ def parse_run(
     *,
     trust: bool = True,
 ) -> RunConfig:
-    """Validate a mapping as `load_run` does.
+    """Validate a mapping as `load_run` does. A section of which an override names another kind loses the keys of the
+    old one (`replace_kinds`), with a warning.
 
     Args:
         source: name of it in messages.
@@ -318,16 +317,21 @@ def parse_run(
     merged = with_new_names(deepcopy(dict(data)))
     below = deepcopy(merged)
     overridden = [_apply(merged, override) for override in overrides]
+    merged = with_new_names(merged)  # of the values that overrides set
     if not {"rollout", "rollout.guidance_scale"} & {override.partition("=")[0].strip() for override in overrides}:
         _check_family(below, {"model": merged.get("model")})
     if not trust:
         _require_consent_to_read(merged, overridden, source)
-    expanded = with_variables(merged, unread=unread)
-    take_in_plugins(expanded.get("plugins"), source)
+    take_in_plugins(with_variables(merged.get("plugins"), "plugins"), source)
+    replaced = replace_kinds(below, merged, overridden)
     try:
-        run = RunConfig.model_validate(expanded)
+        run = RunConfig.model_validate(with_variables(merged, unread=unread))
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {line}" for line in explain(error, RunConfig))) from None
+        problems = explain(error, RunConfig)
+        problems += [str(one) for one in replaced if not any(line.startswith(f"{one.tag}: ") for line in problems)]
+        raise ConfigError("\n".join(f"{source}: {line}" for line in problems)) from None
+    for section in replaced:
+        logger.warning("%s", section)
     if not trust:
         require_consent(named(run), overridden, source)
     return run
@@ -399,7 +403,7 @@ def _apply(data: dict[str, Any], override: str) -> Key:
         raise ConfigError(
             f"override {override!r}: the value is not valid YAML: {' '.join(str(error).split())}"
         ) from None
-    if value is None and _is_reward(path):
+    if value is None and is_reward(path):
         _take_away(node, path[-1])
         return tuple(path)
     if path == ["rewards"] and isinstance(value, dict):

@@ -143,6 +143,7 @@ FOLDERS = ("image_root", "images")
 class DataSection(Section):
     """Options of every format."""
 
+    KEPT: ClassVar[Set[str]] = {"path", "resolution", "max_bad_items", "limit"}
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"format", "path", "limit", "max_bad_items"}
 
     format: str
@@ -278,6 +279,8 @@ def _item_problem(item: Any) -> str | None:
 
 class ImageSection(DataSection):
     """Options of formats whose items have images."""
+
+    KEPT: ClassVar[Set[str]] = {"fit", "invert_mask", "reference", "reference_strip", "reference_strip_fit"}
 
     fit: Fit = "crop"
     """"crop" scales to cover and cuts a window around the mask; "stretch" ignores the aspect ratio."""

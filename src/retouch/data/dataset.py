@@ -263,7 +263,9 @@ def _missing(item: ItemFiles, config: DataSection, needs: Collection[str]) -> It
     keys = {"source": "image_path"}  # of a manifest
     missing = [keys.get(name, f"{name}_path") for name in needs if getattr(item, f"{name}_path") is None]
     if missing:
-        return ItemError(f"item {item.id}", f"{', '.join(sorted(missing))} missing, which the run needs")
+        cut = "reference" in needs and item.source_path and item.mask_path and not item.reference_path
+        remedy = "; data.reference=mask_box cuts the reference out of the image" if cut else ""
+        return ItemError(f"item {item.id}", f"{', '.join(sorted(missing))} missing, which the run needs{remedy}")
     return None
 
 

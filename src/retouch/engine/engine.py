@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +20,7 @@ from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
     gather_object,
+    parse_flag_from_env,
     set_seed,
 )
 from torch import Tensor, nn
@@ -44,6 +46,18 @@ OVERFLOWS = 20
 after 16 the scale is not the cause."""
 
 
+def require_joined() -> None:
+    """Reject several processes of a launcher on a machine without a GPU: accelerate leaves each of them to itself, and
+    all would train the same run."""
+    launched = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+    if launched > 1 and not torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
+        raise ConfigError(
+            f"WORLD_SIZE: the launcher started {launched} processes, which do not join, because there is no GPU here "
+            "(`retouch doctor` prints what torch finds); use a machine with one GPU for each, start one process with "
+            "`retouch train`, or set ACCELERATE_USE_CPU=true in the environment to train on CPUs"
+        )
+
+
 class Engine:
     """Precision, gradients, collectives.
 
@@ -57,6 +71,7 @@ class Engine:
         """Args:
         collective_s: timeout of collectives in seconds.
         """
+        require_joined()
         # accelerate keeps the precision in a process-wide state, which a second engine in one process must not inherit
         AcceleratorState._reset_state()
         try:

@@ -7,13 +7,17 @@ weights, and checkpoints are the same as without it.
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.cpp_extension import get_default_build_root
 
 from retouch.config.errors import ConfigError
 from retouch.engine.sharding import piece_of, whole_of
@@ -23,6 +27,19 @@ if TYPE_CHECKING:
     from retouch.config.run import OptimizerConfig, TrainingConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+logger = logging.getLogger(__name__)
+
+
+def note_compiling(main: bool) -> None:
+    """Log that DeepSpeed is about to compile the operators of its engine, which takes minutes without output, unless
+    they are installed or an earlier start compiled them."""
+    from deepspeed.git_version_info import installed_ops  # pyright: ignore[reportMissingImports]
+
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if main and not installed_ops.get("utils") and not any(folder.glob("**/utils/utils.so")):
+        logger.info("DeepSpeed compiles its operators, once for this machine; this takes minutes (into %s)", folder)
 
 
 class Zero:
@@ -44,6 +61,7 @@ class Zero:
                 f"training.sharding: given {training.sharding!r}, which needs DeepSpeed: "
                 'pip install "retouch[deepspeed]", or set training.sharding=fsdp2'
             ) from None
+        note_compiling(accelerator.is_main_process)
         warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # DeepSpeed's calls
         self.whole_weights = training.sharding == "zero2"
         self.processes = accelerator.num_processes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
@@ -23,6 +25,8 @@ from retouch.types import Prediction
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
+
+logger = logging.getLogger(__name__)
 
 TINY_SIZE_MULTIPLE = 8
 """Size multiple of the tiny bases, whose autoencoder downsamples by 4."""
@@ -275,9 +279,20 @@ class OtherTransformer(Section):
     """Folder in it that has the network's config.json; null is its top."""
 
 
+SHORT_NAMES = {"flux": "flux_fill", "qwen": "qwen_image"}
+"""Names of models in the usual fine-tuning scripts -> families. No former names: run files never had them."""
+
+
+@cache
+def _note_short(short: str) -> None:
+    """Log once which family a short name is read as."""
+    logger.warning("model.family: given %r, which is read as %s", short, SHORT_NAMES[short])
+
+
 class ModelSection(Section):
     """The diffusion model: family, files, precision, and its trained part."""
 
+    KEPT: ClassVar[Set[str]] = {"dtype"}
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"path", "offload_text_encoders", "offload_vae", "free_text_encoders"}
 
     spec: ClassVar[FamilySpec]
@@ -317,6 +332,15 @@ class ModelSection(Section):
     not loaded. Null encodes during training."""
     train: Train = TrainLora()
     """Trained part of the network: a low-rank adapter, all weights, or a style adapter."""
+
+    @classmethod
+    def renamed(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        section = super().renamed(given)
+        family = section.get("family")
+        if isinstance(family, str) and family in SHORT_NAMES:
+            _note_short(family)
+            section["family"] = SHORT_NAMES[family]
+        return section
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

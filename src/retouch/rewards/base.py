@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
@@ -46,6 +46,7 @@ UNSCORED = (
 class RewardEntry(Section):
     """One reward of the table; its key is the scorer's name unless `scorer` is set."""
 
+    KEPT: ClassVar[Set[str]] = {"role"}
     ALIASES: ClassVar[Mapping[str, str]] = {"noise": "min_group_std"}
     value_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     """Lowest and highest value of the scorer; a value outside is a failure."""

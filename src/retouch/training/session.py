@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from retouch.adapters.lora import is_update
+from retouch.config.check import warnings_of
 from retouch.config.presets import preset_lines
 from retouch.data.dataset import Dataset
 from retouch.data.sampler import derive_seed
@@ -495,6 +496,8 @@ class Session:
     def _log_header(self, folder: Path | None) -> None:
         run = self.run
         logger.info("%s", header(self.config, run.derived, run.policy.size, folder))
+        for line in warnings_of(self.config) if run.dir.main else ():
+            logger.warning("%s", line)
         for line in preset_lines(self.config):
             logger.info("%s", line)
         if not run.eval_is_held_out:

@@ -23,7 +23,7 @@ from retouch.data.formats.manifest import ManifestData
 from retouch.data.split import split
 from retouch.disk import write_whole
 from retouch.families import FAMILIES
-from retouch.families.base import TINY_SIZE_MULTIPLE
+from retouch.families.base import SHORT_NAMES, TINY_SIZE_MULTIPLE
 from retouch.imaging import Fit, ImageProblem, open_image
 from retouch.quotes import quoted_text
 from retouch.registry import import_plugins_of_environment
@@ -91,6 +91,7 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
         DataError: no data set in the folder.
     """
     import_plugins_of_environment()
+    family = SHORT_NAMES.get(family, family)
     repainting = [name for name, section in FAMILIES.available().items() if "source" in section.spec.needs]
     algorithms = [name for name, kind in ALGORITHMS.available().items() if not kind.trains_text_encoder]
     for option, given, known in (("--family", family, repainting), ("--algorithm", algorithm, algorithms)):

@@ -14,6 +14,9 @@ from retouch.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+ADAPTER = "ip-adapter"
+"""Stem of the files of a style adapter (`retouch.adapters.formats.NAME`, which imports torch)."""
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -86,6 +89,18 @@ def weights_folder(path: Path, *, raw: bool) -> Path:
 
 
 def _chosen(path: Path, config: RunConfig, raw: bool | None) -> Path:
+    """The folder of weights to load; of a style adapter also a bare file, or a folder with only its .bin."""
+    adapter = path / f"{ADAPTER}.bin" if path.is_dir() and not (path / "weights").is_dir() else path
+    if adapter.is_file() and not list(path.glob("*.safetensors")):
+        if config.model.train.kind != "ip_adapter":
+            raise CheckpointError(
+                f"{path}: a file of weights, which only a run with model.train.kind=ip_adapter takes; give the folder "
+                "of the weights, or for a LoRA set model.train.initial_adapter in the run file"
+            )
+        if raw is not None:
+            raise CheckpointError(f"{path}: a file has no raw or EMA weights to choose; leave --raw and --ema out")
+        verify_weights(adapter.parent)
+        return adapter
     folder = weights_folder(path, raw=config.evaluation.weights == "raw" if raw is None else raw)
     if raw is None and folder != path and folder.name == "weights" and (path / "ema").is_dir():
         logger.info("using raw weights, as evaluation.weights sets; --ema uses the EMA weights of %s", path)

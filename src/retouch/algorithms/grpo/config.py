@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -21,12 +21,17 @@ FAST_WINDOW: dict[str, Any] = {"size": 2, "range": [0.0, 0.67]}
 """Two trained steps in the first two thirds: late, low-noise steps change little and have spiky ratios."""
 
 
+NEVER_CLIPS = 0.01
+"""Clip range that no ratio of mean log-probabilities reaches; the usual 0.1 to 0.3 are for sums over few actions."""
+
+
 class GrpoConfig(AdvantageConfig):
     """Group relative policy optimization over denoising steps (Flow-GRPO, arXiv 2505.05470)."""
 
     FREE_IN_EPOCH: ClassVar[Set[str]] = {
         "advantage_clip", "clip_range", "kl_weight", "kl_mode", "old_log_probs", "step_weight",
     }  # fmt: skip
+    UNREAD: ClassVar[Set[str]] = frozenset()
     recipe: ClassVar[str] = "retouch.algorithms.grpo.recipe:train"
     presets: ClassVar[bool] = True
     needs_of_next_step: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -92,6 +97,14 @@ class GrpoConfig(AdvantageConfig):
         reference = trained if self.kl_weight else 0
         again = trained if self.old_log_probs == "recomputed" and optimizer_steps > 1 else 0
         return guided * (sampling_forwards(run) + again + reference + self.inner_epochs * trained * backward)
+
+    def warnings(self, run: RunConfig) -> Iterator[str]:
+        if self.log_prob_mode == "exact" and self.kl_mask_threshold is None and self.clip_range >= NEVER_CLIPS:
+            yield (
+                f"algorithm.clip_range: given {self.clip_range:g}, which never clips: log-probabilities are means over "
+                "latent dimensions, whose ratios stay close to 1; set algorithm.clip_range=1e-4, or 1e-5 with "
+                "rollout.window"
+            )
 
     def check(self, run: RunConfig, key: str = "") -> None:
         super().check(run)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from retouch.algorithms.base import AdvantageConfig
+from retouch.algorithms.base import AdvantageConfig, RlConfig
 from retouch.config.base import Count, NonNegative
 from retouch.families import FAMILIES
 
@@ -20,6 +20,7 @@ class NftConfig(AdvantageConfig):
     """DiffusionNFT (arXiv 2509.16117): positive and negative flow matching on the old policy's images."""
 
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"mix", "mode", "old_policy", "kl_weight", "timesteps_per_image"}
+    UNREAD: ClassVar[Set[str]] = RlConfig.UNREAD - {"rollout.preset"}
     recipe: ClassVar[str] = "retouch.algorithms.nft.recipe:train"
     presets: ClassVar[bool] = True
     takes_gradients: ClassVar[bool] = True

@@ -37,6 +37,7 @@ from retouch.data.sampler import curriculum_order
 from retouch.engine import Launched, gather_list
 from retouch.engine.checkpoint import verify_once
 from retouch.engine.saved import sound_state
+from retouch.engine.zero import note_compiling
 from retouch.observe.log import header
 from retouch.observe.run_dir import read_metrics
 from retouch.training.resume import evaluation_stands, has_finished, resume_folder, same_kind
@@ -95,6 +96,8 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
         name_for_vllm(run)
         processes: Any = arguments.distributed_state
         processes.wait_for_everyone()
+    if arguments.deepspeed_plugin:
+        note_compiling(run.dir.main)
     trainer = VlmTrainer(run, arguments)
     missing = ("eval", step) not in [(record["kind"], record["step"]) for record in read_metrics(metrics)]
     trainer.owes_evaluation = trainer.any_rank(run.dir.main and due and missing)

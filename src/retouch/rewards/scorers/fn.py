@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from PIL import Image
 from pydantic import model_validator
 
 from retouch.config.base import Names
@@ -32,7 +34,8 @@ class FnReward(RewardEntry):
     fn: Annotated[str, Names("code", own=(RECOLOURED,), variables=(PLUGINS,))] = ""
     """Required with url null or "auto": "module:name"; a module that is not installed is searched for in the working
     directory. A function of a list of `RewardItem` that returns a number, `Score` or `Failure` for each, or a class
-    without arguments with such a method `score` and optionally `load(device)`."""
+    without arguments with such a method `score` and optionally `load(device)`. A function whose first parameter is
+    `completions` is called as by TRL's GRPOTrainer, for runs of `vlm_grpo`."""
     needs: list[str] | None = None
     """Images (mask, source, reference) that an item must have; an item without them is a typed failure."""
 
@@ -70,7 +73,9 @@ class FnScorer(PackageScorer[FnReward]):
             ConfigError: no such module, or no such name in it.
         """
         found = find_function(self.options.fn, "reward 'fn': fn")
-        if isinstance(found, type):
+        if _is_of_trl(found):
+            self._score = partial(_trl_call, found)
+        elif isinstance(found, type):
             made: Any = found()
             if hasattr(made, "load"):
                 made.load(device)
@@ -102,6 +107,33 @@ def find_function(fn: str, where: str) -> Any:
 def source_digest(found: Any) -> str:
     """Digest of the file that defines a function or class."""
     return hashlib.blake2b(Path(inspect.getfile(found)).read_bytes(), digest_size=6).hexdigest()
+
+
+def _is_of_trl(found: Any) -> bool:
+    """Whether it is a reward function of TRL, `reward_fn(completions, **kwargs)`."""
+    return inspect.isfunction(found) and next(iter(inspect.signature(found).parameters), "") == "completions"
+
+
+def _trl_call(function: Callable[..., Sequence[Any]], items: Sequence[RewardItem]) -> list[Any]:
+    """The values of a reward function of TRL. It gets the texts of the trained text encoder as `completions`, and by
+    keyword, as far as it has parameters for them: `prompts`, `images` (generated) and `source_images` as PIL images,
+    and every key of the metadata. None stands for no value there."""
+    texts = [item.metadata.get("completion") for item in items]
+    if None in texts:
+        missing = Failure(
+            "bad_item", "the item has no completion, which a function of completions scores; train with vlm_grpo"
+        )
+        return [missing] * len(items)
+    names = dict.fromkeys(name for item in items for name in item.metadata if name != "completion")
+    columns: dict[str, list[Any]] = {name: [item.metadata.get(name) for item in items] for name in names}
+    columns["prompts"] = [item.prompt for item in items]
+    columns["images"] = [Image.fromarray(item.image) for item in items]
+    columns["source_images"] = [None if item.source is None else Image.fromarray(item.source) for item in items]
+    parameters = inspect.signature(function).parameters
+    if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters.values()):
+        columns = {name: column for name, column in columns.items() if name in parameters}
+    no_value = Failure("scorer_error", "the function returned None for it")
+    return [no_value if value is None else value for value in function(completions=texts, **columns)]
 
 
 def _outcome(value: Any) -> Outcome:

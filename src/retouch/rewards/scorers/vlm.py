@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from PIL import Image
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from retouch.config.base import Count, Text, Unit
 from retouch.errors import ConfigError
@@ -58,7 +58,7 @@ class VlmReward(RewardEntry):
     """Minimum probability of the score tokens together; below it the answer was something else, which is a failure."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Data type of the weights."""
-    max_pixels: Count = 1003520
+    max_pixels: Annotated[int, Field(ge=1, le=1 << 26)] = 1003520
     """Larger images are scaled down to this number of pixels."""
     images_per_forward: Count = 8
     """Images per forward; changes memory and speed, not results."""

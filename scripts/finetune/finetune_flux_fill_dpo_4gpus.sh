@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Online DPO of all weights of FLUX.1-Fill with EMA, four GPUs, sharded by FSDP2.
+# Accumulation makes the optimizer step that of eight GPUs.
+# Data: DATA_JSON_PATH, a list of images, masks and prompts; or DATA_PATH, a self_bench folder or such a list.
+# key=value may follow.
+#
+# 66.7 GiB a GPU for its share of weights, gradients, moments, EMA weights and the reference, by
+# `retouch check configs/flux_fill_dpo_full.yaml --memory --world-size 4`; activations come on top. That leaves 12.9 GiB
+# of an 80 GB GPU (docs/scaling.md); ema=null evaluation.weights=raw takes 11.1 GiB less.
+# Host memory: 44.3 GiB for each process, while it reads the network.
+set -eu
+# shellcheck source=scripts/launch.sh
+. "$(dirname "$0")/../launch.sh"
+run_file flux_fill dpo full
+launch accelerate launch --config_file configs/accelerate/gpu8.yaml --num_processes 4 -m retouch train \
+  "${run[@]}" optimizer.gradient_accumulation=4 resume=auto "$@"

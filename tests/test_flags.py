@@ -1,0 +1,106 @@
+"""Flags of the usual fine-tuning scripts behind `retouch train`: the answer ends with a line that works."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from retouch.cli.flags import KEYS, answer
+from tests.command_line import retouch
+from tests.docs.test_coming_from import ROWS
+
+REPOSITORY = Path(__file__).parents[1]
+
+MINIMAL = (
+    "--model_type flux --pretrained_model_name_or_path tiny --siglip_path tiny --train_data_json data.json "
+    "--output_dir out --resolution 512 --train_batch_size 1 --max_train_steps 1000 --use_rl --rl_method grpo"
+)
+PRODUCTION = (
+    "--model_type=flux --pretrained_model_name_or_path=tiny --siglip_path=tiny --train_data_json=data.json "
+    "--use_rl --rl_method={method} --rl_warmup_steps=1000 --rl_num_images_per_prompt 4 --rl_num_batches_per_epoch 2 "
+    "--rl_num_inference_steps 50 --rl_guidance_scale 3.5 --rl_timestep_fraction 1.0 --rl_num_inner_epochs 1 "
+    "--rl_adv_clip_max 5 --rl_per_prompt_stat_tracking --use_ema --ema_decay 0.9999 --ema_update_interval 1 "
+    "--rl_grpo_clip_range 0.2 --rl_kl_beta 0.1 --nft_beta 0.5 --nft_adv_mode normal --nft_decay_type 1 "
+    "--learning_rate 1e-4 --gradient_accumulation_steps 4 --gradient_checkpointing --mixed_precision bf16 "
+    "--offload_text_encoder_two --checkpointing_steps 500 --report_to tensorboard"
+)
+LINES = {
+    MINIMAL: [
+        *("configs/flux_fill_ip_grpo.yaml", "model.path=tiny", "model.train.image_encoder=tiny"),
+        *("rewards.style.image_encoder=tiny", "data.format=manifest", "data.path=data.json"),
+        *("data.reference=mask_box", "logging.dir=out", "data.resolution=512"),
+        *("optimizer.batch_size_per_device=1", "training.max_steps=1000"),
+    ],
+    "--model_type qwen --train_data_json data.json": [
+        *("configs/qwen_image_sft.yaml", "data.format=manifest", "data.path=data.json"),
+    ],
+    "--model_type flux --use_rl --train_data_json l.json --ocr_weight 0.3 --vlm_weight 0.7": [
+        *("configs/flux_fill_manifest_grpo.yaml", "data.path=l.json", "rewards.ocr.weight=0.3"),
+        "rewards.vlm={weight: 0.7}",
+    ],
+    "--siglip_path s --use_rl --ocr_weight 0.3 --vlm_weight 0.7": [
+        *("configs/flux_fill_ip_vlm_ocr_grpo.yaml", "model.train.image_encoder=s", "rewards.ocr.weight=0.3"),
+        "rewards.vlm.weight=0.7",
+    ],
+    "mine.yaml --use_rl --rl_method nft --nft-beta 0.3 data.limit=8 --report_to none": [
+        *("mine.yaml", "algorithm.name=nft", "algorithm.mix=0.3", "logging.sinks=[]", "data.limit=8"),
+    ],
+    "--use_rl false --use_ema false --resume_from_checkpoint latest": [
+        *("configs/flux_fill_sft.yaml", "ema=null", "resume=auto"),
+    ],
+    "--model_type sdxl --max_train_steps 3": ["RUN.yaml", "training.max_steps=3"],
+}
+
+
+def line_of(typed: str) -> list[str]:
+    message = answer("train", shlex.split(typed))
+    assert message is not None
+    words = shlex.split(message.rpartition("; type\n")[2])
+    assert words[:2] == ["retouch", "train"]
+    return words[2:]
+
+
+@pytest.mark.parametrize("typed", LINES)
+def test_the_line_to_type(typed: str) -> None:
+    assert line_of(typed) == LINES[typed]
+
+
+@pytest.mark.parametrize("typed", [MINIMAL, *(PRODUCTION.format(method=name) for name in ("grpo", "nft"))])
+def test_the_line_of_the_guides_is_accepted(typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `check`: the file is there, every key exists, and they go together."""
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.delenv("DATA_PATH", raising=False)
+    refused = retouch("train", *shlex.split(typed))
+    assert refused.code == 2 and refused.err.startswith("error: --model_type: a flag of the fine-tuning scripts; ")
+    line = shlex.split(refused.err.rpartition("; type\n")[2])
+    outcome = retouch("check", *line[2:])
+    assert outcome.code == 0, outcome.err
+    assert ("does not read --nft_beta" in refused.err) == ("--rl_method=grpo" in typed)
+    assert ("nft does not read --rl_timestep_fraction, --rl_grpo_clip_range" in refused.err) == (
+        "--rl_method=nft" in typed
+    )
+
+
+def test_the_flags_are_those_of_the_page() -> None:
+    assert {f"--{flag}": key for flag, key in KEYS.items()} == {
+        flag: key for flag, key in ROWS if flag.startswith("--")
+    }
+
+
+def test_unknown_flags_beside_known_ones_are_named() -> None:
+    message = answer("train", ["--model_type", "flux", "--adam_beta1", "0.9", "--use_8bit_adam"])
+    assert message is not None and "; without a key: --adam_beta1, --use_8bit_adam); type" in message
+
+
+@pytest.mark.parametrize(
+    "typed", ["run.yaml --verbose", "--help", "run.yaml --memory --world-size 4", "run.yaml a.b=--c"]
+)
+def test_own_options_are_no_flags_of_scripts(typed: str) -> None:
+    assert answer("check", shlex.split(typed)) is None
+
+
+def test_the_help_says_where_the_keys_are() -> None:
+    told = " ".join(retouch("train", "--help").out.split())
+    assert "Keys are in docs/configuration.md" in told and "docs/coming-from.md" in told
