@@ -82,7 +82,7 @@ def is_srgb(profile: bytes, mode: str) -> bool:
 def transform_of(profile: bytes, mode: str, direction: Direction) -> Any:
     """The transform between the pixels of a mode in a profile, and RGB in sRGB; None if the profile has none."""
     try:
-        own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        own: Any = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         if own.profile.xcolor_space.strip() != _COLOURS_OF[mode]:
             return None
         srgb = ImageCms.createProfile("sRGB")

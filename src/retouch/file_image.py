@@ -161,7 +161,7 @@ def _raw_mode(image: Image.Image) -> str:
 def _words(path: Path | PackedImage, image: Image.Image, raw: str) -> NDArray[np.uint16] | None:
     """[H, W, C]: the values of an image of 16 bits a channel, upright; None for another depth or layout."""
     if image.mode.startswith("I"):
-        grey = np.asarray(ImageOps.exif_transpose(image)).clip(0, 65535).astype(np.uint16)
+        grey: NDArray[np.uint16] = np.asarray(ImageOps.exif_transpose(image)).clip(0, 65535).astype(np.uint16)
         return _with_alpha(grey[..., None], image.info.get("transparency"))
     if raw == "LA;16B":  # four bytes of a pixel: high and low byte of grey and of alpha
         return np.ascontiguousarray(_decoded(path, "RGBA")).view(">u2").astype(np.uint16)
@@ -170,7 +170,7 @@ def _words(path: Path | PackedImage, image: Image.Image, raw: str) -> NDArray[np
         return None
     low_bytes_of = {"L": "B", "B": "L", "N": "B" if sys.byteorder == "little" else "L"}
     high, low = (_decoded(path, raw_mode).astype(np.uint16) for raw_mode in (raw, depth + low_bytes_of[order]))
-    return _with_alpha(high << 8 | low, image.info.get("transparency"))
+    return _with_alpha((high << 8 | low).astype(np.uint16), image.info.get("transparency"))
 
 
 def _decoded(path: Path | PackedImage, raw: str) -> NDArray[np.uint8]:

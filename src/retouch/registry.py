@@ -36,7 +36,7 @@ Component = TypeVar("Component")
 @cache
 def _entry_points() -> EntryPoints:
     """Those of every installed package. One reading serves all registries: it opens a file of each package."""
-    return entry_points()
+    return cast("EntryPoints", entry_points())
 
 
 class Registry(Mapping[str, Component], Generic[Component]):

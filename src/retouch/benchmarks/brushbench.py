@@ -147,9 +147,9 @@ def _gaussian_blur(levels: NDArray[np.int64]) -> NDArray[np.int64]:
     weights[_SIDE // 2] = 256 - sum(weights)
     height, width = levels.shape
     rows = np.pad(levels, _SIDE // 2, mode="reflect")
-    columns = sum(weight * rows[i : i + height] for i, weight in enumerate(weights))
-    blurred = sum(weight * columns[:, i : i + width] for i, weight in enumerate(weights))
-    return (blurred + 2**15) >> 16
+    columns = np.sum([weight * rows[i : i + height] for i, weight in enumerate(weights)], axis=0)
+    blurred = np.sum([weight * columns[:, i : i + width] for i, weight in enumerate(weights)], axis=0)
+    return (blurred.astype(np.int64) + 2**15) >> 16
 
 
 def _as_jpeg(image: Image.Image) -> Image.Image:

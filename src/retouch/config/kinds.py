@@ -93,7 +93,8 @@ def _replaced(
 
 def _kept(kind: type[Any] | None) -> frozenset[str]:
     """The options that a class takes over from another kind."""
-    return frozenset(name for base in getattr(kind, "__mro__", ()) for name in vars(base).get("KEPT", ()))
+    bases: Sequence[type[Any]] = kind.__mro__ if kind is not None else ()
+    return frozenset(name for base in bases for name in cast("frozenset[str]", vars(base).get("KEPT", frozenset())))
 
 
 def _drop_untyped(section: dict[str, Any], typed: Collection[Key], key: Key, kept: Collection[str]) -> list[str]:
@@ -118,7 +119,8 @@ def _is_set(path: Key, typed: Collection[Key]) -> bool:
 
 def _drop_unread(run: Mapping[str, Any], algorithm: object, typed: Collection[Key]) -> Iterator[str]:
     """Drop the keys of other sections that an algorithm refuses."""
-    for dotted in sorted(getattr(ALGORITHMS.find(algorithm), "UNREAD", ())):
+    unread = cast("Collection[str]", getattr(ALGORITHMS.find(algorithm), "UNREAD", ()))
+    for dotted in sorted(unread):
         name, key = dotted.split(".")
         section = run.get(name)
         set_here = _is_set((name, key), typed) or any(one[:2] == (name, key) for one in typed)

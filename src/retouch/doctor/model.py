@@ -128,8 +128,8 @@ def _network(folder: Path, expected: str, variant: str | None) -> Shapes:
     if found != expected:
         raise Damaged(f"{folder.name}/ is a {found}, {expected} is needed")
     # diffusers writes _class_name, transformers does not
-    stems = ("diffusion_pytorch_model",) * 2 if "_class_name" in config else STEMS
-    return weights_of(folder, *stems, variant)
+    stem, pickled = ("diffusion_pytorch_model",) * 2 if "_class_name" in config else STEMS
+    return weights_of(folder, stem, pickled, variant)
 
 
 STEMS = ("model", "pytorch_model")

@@ -33,7 +33,7 @@ from retouch.families.loading import (
     transformer_path,
 )
 from retouch.families.quantized import quantize_blocks
-from retouch.families.text import CACHE_SIZE, Networks, PromptReader, TextEncoders
+from retouch.families.text import CACHE_SIZE, Networks, PromptEncoder, PromptReader, TextEncoders
 from retouch.families.vae import Autoencoder
 from retouch.image_encoder import ImageEncoder
 from retouch.model_files import schedule_problem
@@ -171,7 +171,7 @@ class FamilyModel(ABC):
         return TextEncoders(encoders, device, config.offload_text_encoders, cls.kept_texts)
 
     @classmethod
-    def text_encoders(cls, config: Any, path: str, network: Networks, *, embedded: bool) -> Mapping[str, Any]:
+    def text_encoders(cls, config: Any, path: str, network: Networks, *, embedded: bool) -> Mapping[str, PromptEncoder]:
         """The text encoders of a model folder by the names of their tensors, with their tokenizers; each has the
         `reader` of its tokens.
 

@@ -61,6 +61,23 @@ class PromptReader(Protocol):
         ...
 
 
+class PromptEncoder(Protocol):
+    """Prompts -> a tensor [B, ...].
+
+    Attributes:
+        model: the network, an `nn.Module`.
+        reader: its tokenizer and its limit.
+    """
+
+    @property
+    def model(self) -> Any: ...
+
+    @property
+    def reader(self) -> PromptReader: ...
+
+    def __call__(self, prompts: Sequence[Any], /) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class TextEncoder:
     """An encoder, its tokenizer, and the output that is used.
@@ -130,7 +147,7 @@ class TextEncoders:
 
     def __init__(
         self,
-        encoders: Mapping[str, TextEncoder],
+        encoders: Mapping[str, PromptEncoder],
         device: torch.device | str = "cpu",
         offload: bool = True,
         capacity: int = CACHE_SIZE,
