@@ -131,7 +131,9 @@ def _departures(
     """Why the measures do not compare with published ones."""
     found = [*benchmark.caveats, *benchmark.departures()]
     items, expected = data["items"], benchmark.official_items()
-    if benchmark.limit is None and expected not in (None, items):
+    if data.get("unusable_items"):
+        found.append(f"{data['unusable_items']} items cannot be used")
+    if benchmark.held_out_share is None and benchmark.limit is None and expected not in (None, items):
         found.append(f"{items} of {expected} items" if items < expected else f"{items} items instead of {expected}")
     for reward, model in benchmark.official.scorers.items():
         if reward in rewards and not is_of(model, revision := str(rewards[reward]["revision"])):

@@ -73,6 +73,7 @@ def run_benchmark(
         ConfigError, DataError, CheckpointError: settings, data or weights that cannot work.
         RewardOutage: scorers stayed away; start again.
     """
+    benchmark.check()
     make_folder(out)
     share = shard or Shard()
     configs = {name: with_settings(trained.config, benchmark) for name, trained in runs.items()}
@@ -90,17 +91,18 @@ def run_benchmark(
         abouts = _sample(benchmark, runs, configs, weights, data, outputs, out, share)
         abouts |= {name: {"images_of": str(folder)} for name, folder in external.items()}
         places = {**{name: out / "images" / name for name in weights}, **external}
+        reader = benchmark_scores.Reader(benchmark, data.config)
         columns: dict[str, Column] = {}
         waiting = 0
         for name, folder in places.items():
             size = batch_size(configs[weights[name].run], benchmark) if name in weights else _BATCH
             mine = [output for batch in own(outputs, share, size) for output in batch]
-            found, _ = benchmark_scores.found_in(folder, mine)
+            found, _ = reader.found(folder, mine)
             part = f"{share.index + 1}-of-{share.count}" if share.count > 1 else ""
             record = Observations(out / "observations", name, part)
-            benchmark_scores.score(benchmark, found, data.config, scorers, record)
+            benchmark_scores.score(benchmark, found, reader, scorers, record)
         for name, folder in places.items():
-            found, missing = benchmark_scores.found_in(folder, outputs)
+            found, missing = reader.found(folder, outputs)
             rows, untried = benchmark_scores.rows_of(found, scorers, Observations(out / "observations", name))
             waiting += len(untried) + (len(missing) if name in weights else 0)
             resized = _resized(benchmark, [one.path for one in found]) if name in external else 0

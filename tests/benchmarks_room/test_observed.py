@@ -1,0 +1,239 @@
+"""Scores on record count exactly for what a scorer received: every option of every benchmark, in one folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+
+from retouch.benchmarks import BENCHMARKS
+from retouch.benchmarks.base import Benchmark
+from retouch.benchmarks.observations import Asked, reward_digest, reward_digests
+from retouch.benchmarks.outputs import outputs_of
+from retouch.data.dataset import load_dataset
+from retouch.errors import ConfigError, DataError, RewardOutage
+from retouch.lru import LruCache
+from retouch.rewards.base import UNSCORED, RewardEntry
+from retouch.rewards.client.revisions import Revisions, without_fingerprints
+from retouch.rewards.protocol import PICTURES, RewardItem
+from retouch.rewards.scorers.clip import ClipReward
+from retouch.rewards.scorers.kept_area import KeptAreaReward
+from retouch.rewards.table import RewardTable
+from retouch.types import Failure, Outcome, Score
+from retouch.use.benchmark import run_benchmark
+from retouch.use.benchmark_scores import Reader
+from tests.benchmarks_room import cases, text_cases
+from tests.benchmarks_room.cases import CASES, write_brushbench
+from tests.benchmarks_room.text_cases import TEXT_CASES
+from tests.rewards.openai_server import KEY, OpenAIServer
+
+_OUTPUTS = 6  # of each benchmark
+
+HERE = "tests.benchmarks_room.test_observed"
+
+
+def benchmark(name: str, path: Path, **options: Any) -> Benchmark:
+    return BENCHMARKS[name].model_validate({"name": name, "path": str(path), **options})
+
+
+def write_images(given: Benchmark, folder: Path, suffix: str = ".png", side: int = 64) -> Path:
+    """A noisy image under every official name that has none, each another one."""
+    items = load_dataset(given.data(), "--path", frozenset()).items
+    for output in outputs_of(given, items)[:_OUTPUTS]:
+        path = (folder / output.file).with_suffix(suffix)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            continue
+        coarse = np.random.default_rng(list(output.own_file.encode())).integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(coarse).resize((side, side)).save(path, quality=75)
+    return folder
+
+
+def scored(given: Benchmark, images: Path, out: Path) -> dict[str, Any]:
+    result = run_benchmark(given, {}, [images], out)
+    assert result is not None
+    return result
+
+
+# --- what is scored ---
+
+
+@pytest.fixture
+def brushbench(tmp_path: Path) -> Path:
+    return write_brushbench(tmp_path / "data", count=1)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {}, {"saved_as": "jpeg"}, {"blended": True}, {"blended": True, "saved_as": "jpeg"}, {"region": "outside"},
+]  # fmt: skip
+
+
+def test_settings_of_a_benchmark_take_turns_in_one_folder(brushbench: Path, tmp_path: Path) -> None:
+    """Each has the scores of a folder of its own, whatever was scored before, and a second time too."""
+    rewards: dict[str, Any] = {"clip": None}
+    images = write_images(benchmark("brushbench", brushbench, rewards=rewards), tmp_path / "theirs")
+    found: list[float] = []
+    for number, options in enumerate([*SETTINGS, *SETTINGS[:2]]):
+        given = benchmark("brushbench", brushbench, rewards=rewards, **options)
+        together, alone = (scored(given, images, tmp_path / out) for out in ("out", f"alone{number}"))
+        assert together["measures"] == alone["measures"]
+        found.append(together["measures"]["theirs"]["psnr"])
+    assert len(set(found)) == len(SETTINGS) and found[:2] == found[len(SETTINGS) :]
+
+
+def test_official_jpeg_files_are_scored_as_they_are(brushbench: Path, tmp_path: Path) -> None:
+    """Through the files: the script of the paper compresses once, and so do files that it wrote."""
+    rewards: dict[str, Any] = {"clip": None}
+    plain, jpeg = (benchmark("brushbench", brushbench, rewards=rewards, **o) for o in ({}, {"saved_as": "jpeg"}))
+    theirs, lossless = (write_images(plain, tmp_path / suffix, suffix, 512) for suffix in (".jpg", ".png"))
+    of_files = [scored(given, theirs, tmp_path / str(given.model_dump()["saved_as"]))["measures"][".jpg"] for given in (plain, jpeg)]
+    assert of_files[0] == of_files[1]
+    compressed = scored(jpeg, lossless, tmp_path / "once")["measures"][".png"]
+    assert compressed["psnr"] == pytest.approx(of_files[1]["psnr"], abs=1e-9)
+    assert compressed["psnr"] != scored(plain, lossless, tmp_path / "none")["measures"][".png"]["psnr"]
+
+
+# --- the walk over options ---
+
+OTHERS: dict[str, list[Any]] = {
+    "resolution": [[48, 80]],
+    "image_root": ["{folder}/data"],
+    "images": ["{folder}"],
+    "prompts": ["{folder}/other_prompts.json"],
+    "complexity": ["1", "1,8"],
+    "levels": ["phd", "preschool"],
+    "disciplines": ["Biology"],
+    "held_out_share": [0.5],
+    "distances": [{"kid": {"measure": "kid", "path": "somewhere"}}],
+    "reward_client": [{"batch_size": 3}],
+    "rewards": [{"{reward}": {"crop": "mask_box"}}, {"{reward}": {"paste_back": True}}],
+}
+"""Option -> other values, where its type does not tell any."""
+
+UNSCORED_OPTIONS = {
+    "name": "is the benchmark",
+    "path": "is the data, whose content counts",
+    "images_per_item": "chooses outputs",
+    "limit": "chooses items",
+    "held_out_share": "chooses items",
+    "max_bad_items": "chooses whether broken items end the run",
+    "num_steps": "samples", "guidance_scale": "samples", "seed": "samples", "resolution": "samples",
+    "distances": "compares sets of images, beside the scores",
+    "reward_client": "is how servers are called",
+    "part": "chooses items", "complexity": "chooses items", "image_type": "chooses items", "levels": "chooses items",
+    "disciplines": "chooses items",
+    "images": "is a place of images, whose content counts", "image_root": "is a place of images, whose content counts",
+    ("gedit", "language"): "chooses items",
+    ("longtext", "language"): "chooses items, whose target texts are of that language",
+}  # fmt: skip
+"""Options that change no score of an output that both settings have, of every benchmark or of one, and why."""
+
+SCORED = {("anytext", "resolution"): "is the size of the polygons"}
+"""Options that do, in spite of `UNSCORED_OPTIONS`."""
+
+WALK = sorted(CASES | TEXT_CASES)
+
+
+@pytest.fixture
+def _stubs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network is built: entries are described, not loaded."""
+    monkeypatch.setattr(cases, "tiny_detector", lambda path: path)
+    for module in (cases, text_cases):
+        monkeypatch.setattr(module, "tiny_clip", lambda: "clip")
+    for module in ("imscore", "reading", "paddle"):
+        monkeypatch.setattr(f"retouch.rewards.scorers.{module}.importlib_version", lambda _: "1.0", raising=False)
+    monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:1/v1")
+    monkeypatch.setenv("JUDGE_MODEL", "judge")
+
+
+def others(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is Literal:
+        return list(typing.get_args(annotation))
+    members = [one for part in typing.get_args(annotation) for one in others(part)]
+    return [*members, *{bool: [True, False], int: [1, 3], float: [0.5, 2.5]}.get(annotation, [])]
+
+
+def variants(name: str, option: str, keys: Mapping[str, Any], folder: Path) -> Iterator[Benchmark]:
+    """The benchmark with every other value of an option that is valid."""
+    kind = BENCHMARKS[name]
+    reward = next(iter(kind.default_rewards(keys)))
+    given = OTHERS.get(option) or others(kind.model_fields[option].annotation)
+    filled = json.loads(json.dumps(given).replace("{folder}", str(folder)).replace("{reward}", reward))
+    for value in filled:
+        more = {**keys.get("rewards", {}), **value} if option == "rewards" else value
+        try:
+            yield kind.model_validate({**keys, option: more})
+        except (ValidationError, ConfigError):
+            continue
+
+
+Keys = dict[str, tuple[Asked, dict[str, str]]]
+Received = dict[str, tuple[Any, ...]]
+
+
+def observed(given: Benchmark, images: Path) -> tuple[Keys, Received]:
+    """Output -> the key of its observation; output -> what scorers receive, told apart by this test alone."""
+    data = load_dataset(given.data(), "--path", frozenset())
+    reader = Reader(given, data.config)
+    revisions = {name: entry.make().spec.revision for name, entry in given.rewards.items()}
+    digests = reward_digests(given.rewards, revisions)
+    entries = [told(entry, revisions[name]) for name, entry in given.rewards.items()]
+    found, _ = reader.found(images, outputs_of(given, data.items)[:_OUTPUTS])
+    keys = {one.output.file: (one.asked, digests) for one in found}
+    received = {
+        one.output.file: (*content(reader.item(one.output, one.path, LruCache(1))), *entries) for one in found
+    }
+    return keys, received
+
+
+def content(item: RewardItem) -> tuple[Any, ...]:
+    pixels = [getattr(item, name) for name in PICTURES]
+    text = json.dumps([item.prompt, item.metadata], sort_keys=True, default=str)
+    return text, *((one.shape, one.tobytes()) if one is not None else None for one in pixels)
+
+
+def told(entry: RewardEntry, revision: str) -> tuple[Any, ...]:
+    options = entry.model_dump(mode="json", exclude={*UNSCORED, *type(entry).unscored})
+    return revision, json.dumps(options, sort_keys=True)
+
+
+@pytest.mark.parametrize("name", WALK)
+def test_the_key_of_an_observation_changes_with_what_scorers_receive(
+    name: str, _stubs: None, tmp_path: Path
+) -> None:
+    """One option after the other: a key changes exactly if what scorers receive does, and an option with which none
+    does is declared."""
+    folder = tmp_path / "data"
+    keys = {"name": name, "path": str(folder), **(CASES | TEXT_CASES)[name].write(folder)}
+    if (folder / "prompts.json").is_file():
+        text = (folder / "prompts.json").read_text(encoding="utf-8")
+        (folder / "other_prompts.json").write_text(text.replace("Score", "Rate"), encoding="utf-8")
+    plain = BENCHMARKS[name].model_validate(keys)
+    images = write_images(plain, tmp_path / "images")
+    key_of, received = observed(plain, images)
+    assert key_of
+    changing: set[str] = set()
+    for option in BENCHMARKS[name].model_fields:
+        given = [] if option in ("name", "path") else list(variants(name, option, keys, folder))
+        assert given or option in ("name", "path", "held_out_share"), f"no other value of {option}: add one to OTHERS"
+        for other in given:
+            try:
+                other_keys, other_received = observed(other, write_images(other, images) and images)
+            except (ConfigError, DataError):  # held_out_share of a format without parts; a part that has no data here
+                continue
+            for file in key_of.keys() & other_keys.keys():
+                assert (key_of[file] == other_keys[file]) == (received[file] == other_received[file]), option
+                changing |= {option} if key_of[file] != other_keys[file] else set()
+    unscored = {
+        option for option in BENCHMARKS[name].model_fields
+        if (option in UNSCORED_OPTIONS or (name, option) in UNSCORED_OPTIONS) and (name, option) not in SCORED
+    }  # fmt: skip
+    assert BENCHMARKS[name].model_fields.keys() - changing == unscored
