@@ -272,8 +272,8 @@ class Benchmark(Section):
         size = {} if self.size is None else {"resolution": self.size}
         if self.held_out_share is not None and not isinstance(section, ProtocolData):
             raise ConfigError(
-                f"held_out_share: given {self.held_out_share:g}, but format {section.format!r} has no parts; divide the "
-                "data with `retouch data split`, and leave it out"
+                f"held_out_share: given {self.held_out_share:g}, but format {section.format!r} has no parts; divide "
+                "the data with `retouch data split`, and leave it out"
             )
         part = {} if self.held_out_share is None else {"part": "held_out", "held_out_share": self.held_out_share}
         return section.model_copy(update={"limit": self.limit, "max_bad_items": self.max_bad_items, **part, **size})
@@ -288,8 +288,8 @@ class Benchmark(Section):
             for name, entry in self.rewards.items():
                 if entry.compares_group():
                     raise ValueError(
-                        f"rewards.{name}: compares the samples of a group with each other, but a benchmark scores every "
-                        "image alone; remove it, or set against=reference"
+                        f"rewards.{name}: compares the samples of a group with each other, but a benchmark scores "
+                        "every image alone; remove it, or set against=reference"
                     )
                 entry.check_among(self.rewards, f"rewards.{name}", whose="benchmark")
         except ValueError as error:

@@ -87,6 +87,7 @@ class Observations:
         """
         self.path = folder / (f"{name}.{part}.jsonl" if part else f"{name}.jsonl")
         self._known: dict[tuple[Asked, str, str], Outcome] = {}
+        self._revisions: dict[tuple[Asked, str, str], str] = {}
         files = sorted(folder.glob("*.jsonl"))
         for path in (path for path in files if path.name == f"{name}.jsonl" or path.name.startswith(f"{name}.")):
             if not path.is_file():
@@ -99,13 +100,31 @@ class Observations:
         """The outcome of a reward (see `reward_digest`) on an output; None if there is none."""
         return self._known.get((asked, reward, digest))
 
-    def add(self, scored: Iterable[tuple[Asked, Mapping[str, Outcome]]], digests: Mapping[str, str]) -> None:
-        """Append outcomes, each output in one line, and flush them."""
+    def revision(self, asked: Asked, reward: str, digest: str) -> str:
+        """The revision that gave the outcome on record, fingerprints included; "" if it is not known."""
+        return self._revisions.get((asked, reward, digest), "")
+
+    def add(
+        self,
+        scored: Iterable[tuple[Asked, Mapping[str, Outcome]]],
+        digests: Mapping[str, str],
+        revisions: Mapping[str, str] | None = None,
+    ) -> None:
+        """Append outcomes, each output in one line, and flush them.
+
+        Args:
+            digests: see `reward_digest`.
+            revisions: of the rewards at this moment.
+        """
         lines: list[str] = []
+        by = {name: {"by": digest} for name, digest in digests.items()}
+        for name, revision in (revisions or {}).items():
+            by[name]["revision"] = revision
         for asked, outcomes in scored:
-            told = {name: {"by": digests[name], **_told(outcome)} for name, outcome in outcomes.items()}
+            told = {name: {**by[name], **_told(outcome)} for name, outcome in outcomes.items()}
             lines.append(_sealed(json.dumps({**asdict(asked), "outcomes": told})))
-            self._known |= {(asked, name, digests[name]): outcome for name, outcome in outcomes.items()}
+            for name, outcome in outcomes.items():
+                self._note((asked, name, digests[name]), outcome, by[name].get("revision", ""))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(append_to(self.path), "a", encoding="utf-8") as stream:
             stream.write(("\n" if self._cut_off else "") + "".join(f"{line}\n" for line in lines))
@@ -117,13 +136,20 @@ class Observations:
         try:
             told = cast("dict[str, Any]", plain_json.loads(_opened(line), finite=True))
             asked = Asked(*(_text(told[name]) for name in ("file", "image", "item")))
-            found = {name: (_text(one["by"]), _outcome(one)) for name, one in told["outcomes"].items()}
+            found = {
+                name: (_text(one["by"]), _outcome(one), _text(one.get("revision", "")))
+                for name, one in told["outcomes"].items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError):
             return
-        for name, (digest, outcome) in found.items():
+        for name, (digest, outcome, revision) in found.items():
             before = self._known.get((asked, name, digest))
             if not (isinstance(before, Score) and isinstance(outcome, Failure)):  # files of shards have no order
-                self._known[asked, name, digest] = outcome
+                self._note((asked, name, digest), outcome, revision)
+
+    def _note(self, key: tuple[Asked, str, str], outcome: Outcome, revision: str) -> None:
+        self._known[key] = outcome
+        self._revisions[key] = revision
 
 
 def _check(line: bytes) -> str:

@@ -58,7 +58,7 @@ def result_of(
     Args:
         columns: in the order of the table; every further one is compared with the one before it.
         data: provenance of the items, with their number, `items`.
-        rewards: provenance of each reward, with its `revision`.
+        rewards: provenance of each reward, with its `revision`, and `revisions` of all scores if there are several.
     """
     intervals, differences = _intervals(benchmark, columns)
     kind, official = type(benchmark), benchmark.official
@@ -136,13 +136,17 @@ def _departures(
     if benchmark.held_out_share is None and benchmark.limit is None and expected not in (None, items):
         found.append(f"{items} of {expected} items" if items < expected else f"{items} items instead of {expected}")
     for reward, model in benchmark.official.scorers.items():
-        if reward in rewards and not is_of(model, revision := str(rewards[reward]["revision"])):
-            found.append(f"{reward} is scored by {revision!r}, the published numbers by {model}")
+        told = rewards.get(reward, {})
+        revisions = map(str, told.get("revisions", [told["revision"]] if told else []))
+        if other := next((revision for revision in revisions if not is_of(model, revision)), None):
+            found.append(f"{reward} is scored by {other!r}, the published numbers by {model}")
     for name, column in columns.items():
         failed = sum(sum(codes.values()) for codes in column.failures().values())
         if column.resized:
             size = "{1} x {0}".format(*benchmark.official_size)
             found.append(f"{name}: {column.resized} images are not of {size} pixels")
+        if seen := column.about.get("trained_on"):
+            found.append(f"{name}: its run trained on {seen} of {items} items")
         found += [f"{name}: {len(column.missing)} images are missing"] if column.missing else []
         found += [f"{name}: {failed} scores failed"] if failed else []
     return found

@@ -33,6 +33,7 @@ from retouch.observe.grids import grid
 from retouch.use import benchmark_distances
 from retouch.use.benchmark_images import about_weights, as_trained, batch_size, claim, sample_outputs, with_settings
 from retouch.use.items import make_folder
+from retouch.use.overlap import seen_in_training
 from retouch.use.trained import Trained
 
 logger = logging.getLogger(__name__)
@@ -232,6 +233,7 @@ def _sample(
 ) -> dict[str, dict[str, Any]]:
     """Sample the missing outputs of every set of weights -> their provenance."""
     abouts: dict[str, dict[str, Any]] = {}
+    seen = {run: len(seen_in_training(configs[run], data, "--path")) for run in runs}
     for name, sampled in weights.items():
         abouts[name] = about_weights(configs[sampled.run], sampled.folder, benchmark, data.config)
         claim(out / "images" / name, {**abouts[name], "benchmark": benchmark.name})
@@ -239,10 +241,27 @@ def _sample(
         abouts[name]["sampling"]["guidance_scale"] = (  # resolved: records of folders have the key as it was given
             config.model.spec.guidance_scale if config.rollout.guidance_scale is None else config.rollout.guidance_scale
         )
+        _warn_of_other_sampling(abouts, name)
+        abouts[name]["trained_on"] = 0 if sampled.folder is None else seen[sampled.run]
     for run in runs:
         folders = {name: sampled.folder for name, sampled in weights.items() if sampled.run == run}
         sample_outputs(configs[run], folders, data.config, outputs, out / "images", shard, benchmark)
     return abouts
+
+
+def _warn_of_other_sampling(abouts: Mapping[str, Mapping[str, Any]], name: str) -> None:
+    """Warn of weights that are sampled with other settings than the first: differences of their measures are not those
+    of the weights alone."""
+    first = next(iter(abouts))
+    own, before = abouts[name]["sampling"], abouts[first]["sampling"]
+    if keys := [key for key in own if own[key] != before[key]]:
+        shown = ", ".join(f"{key} {own[key]} instead of {before[key]}" for key in keys)
+        logger.warning(
+            "--run: %s is sampled with %s, as %s is; set num_steps and guidance_scale in the benchmark file",
+            name,
+            shown,
+            first,
+        )
 
 
 def _external(folders: Sequence[Path], outputs: Sequence[Output]) -> dict[str, Path]:

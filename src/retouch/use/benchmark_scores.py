@@ -52,13 +52,15 @@ class Scorers:
         self.entries: dict[str, RewardEntry] = {name: e for table in tables for name, e in table.entries.items()}
         self.started = self.revisions()
         self.digests = reward_digests(self.entries, self.started)
+        self.on_record: dict[str, set[str]] = {name: set() for name in self.entries}
 
     def revisions(self) -> dict[str, str]:
         """Reward -> revision of its scorer, with the model that a judge's endpoint serves."""
         return {name: revision for table in self.tables for name, revision in table.revisions().items()}
 
     def provenance(self) -> dict[str, dict[str, Any]]:
-        """Reward -> its options and its revision, as JSON values."""
+        """Reward -> its options, its revision, and all revisions whose scores are used, as JSON values: they may differ
+        in the fingerprints of a judge, and in names of its model that it reported later."""
         ended = self.revisions()
         for name, revision in ended.items():
             if without_fingerprints(revision) != without_fingerprints(self.started[name]):
@@ -69,7 +71,11 @@ class Scorers:
                     revision,
                 )
         return {
-            name: {"options": entry.model_dump(mode="json"), "revision": ended[name]}
+            name: {
+                "options": entry.model_dump(mode="json"),
+                "revision": ended[name],
+                "revisions": sorted(self.on_record[name] | {ended[name]}),
+            }
             for name, entry in self.entries.items()
         }
 
@@ -168,9 +174,7 @@ def saved_image(path: Path) -> Image.Image:
     return image
 
 
-def score(
-    benchmark: Benchmark, found: Sequence[Found], reader: Reader, scorers: Scorers, record: Observations
-) -> None:
+def score(benchmark: Benchmark, found: Sequence[Found], reader: Reader, scorers: Scorers, record: Observations) -> None:
     """Score the outputs that have no score on record. One that fails although its scorer answers is on record as a
     failure, after a second try if that may help.
 
@@ -205,6 +209,8 @@ def rows_of(found: Sequence[Found], scorers: Scorers, record: Observations) -> t
         if len(given) < len(outcomes):
             untried.append(one)
             continue
+        for name, by in scorers.digests.items():
+            scorers.on_record[name] |= {record.revision(one.asked, name, by)} - {""}
         rows.append(ImageRow(one.output.key, one.output.index, one.output.item.metadata, given))
     return rows, untried
 
@@ -252,7 +258,7 @@ def _score_with(
             outcomes.append((one.asked, given))
             failures = [outcome for outcome in given.values() if isinstance(outcome, Failure)]
             failed.extend((one, failure) for failure in sorted(failures, key=lambda f: not f.retryable)[:1])
-        record.add(outcomes, {name: scorers.digests[name] for name in names})
+        record.add(outcomes, {name: scorers.digests[name] for name in names}, table.revisions())
         if silent := [name for name, column in columns.items() if _is_away(column)]:
             _require_answers(table, silent, columns)
 
