@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Any, ClassVar, Literal, cast
 
 from PIL import Image
@@ -29,12 +30,14 @@ def _row(model: str, *numbers: float, source: str) -> PublishedRow:
 
 
 def table_of(options: Mapping[str, Any]) -> Table:
-    """Table of characters by the options: of `language`, else as published by the path, which names wukong for
-    Chinese."""
+    """Table of characters by the options: of `language`, else as published by the folder, which names wukong for
+    Chinese; folders above it may be named as they like."""
     given = options.get("language")
     if given in ("en", "zh"):
         return cast("Table", given)
-    return "zh" if "wukong" in str(options.get("path", "")).lower() else "en"
+    path = PurePath(str(options.get("path", "")))
+    folder = path.parent if path.suffix == ".json" else path
+    return "zh" if "wukong" in folder.name.lower() else "en"
 
 
 _compared = lru_cache(1 << 18)(compare)

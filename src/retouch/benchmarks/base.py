@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -61,17 +61,24 @@ class ImageRow:
         key: official key of its item; the unit of paired intervals.
         index: number of the image, from 0, among those of its item.
         outcomes: of every reward of the benchmark, by name.
+        file: official name of the output.
     """
 
     key: str
     index: int
     metadata: Mapping[str, Any]
     outcomes: Mapping[str, Outcome]
+    file: str = ""
 
     def score(self, reward: str) -> Score | None:
         """The outcome of a reward; None if it failed, or if the benchmark file removed the reward."""
         outcome = self.outcomes.get(reward)
         return outcome if isinstance(outcome, Score) else None
+
+    def without(self, *rewards: str) -> ImageRow:
+        """The output without the outcomes of some rewards; itself if there are none."""
+        kept = {name: outcome for name, outcome in self.outcomes.items() if name not in rewards}
+        return replace(self, outcomes=kept) if rewards else self
 
 
 @dataclass(frozen=True)

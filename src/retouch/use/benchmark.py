@@ -216,9 +216,16 @@ def _weights(runs: Mapping[str, Trained]) -> dict[str, Sampled]:
         return {}
     first = next(iter(runs))
     base = {BASE: Sampled(first, None)} if one_base([trained.config for trained in runs.values()]) else {}
-    if len(runs) > 1:
-        return base | {as_file_name(name): Sampled(name, trained.newest) for name, trained in runs.items()}
-    return base | {as_file_name(name): Sampled(first, folder) for name, folder in runs[first].weights.items()}
+    one = [(name, Sampled(first, folder)) for name, folder in runs[first].weights.items()]
+    several = [(name, Sampled(name, trained.newest)) for name, trained in runs.items()]
+    for name, sampled in several if len(runs) > 1 else one:
+        if as_file_name(name) in base:
+            raise ConfigError(
+                f"--run: the images of {name!r} would be in the folder {as_file_name(name)!r}, as those of other "
+                "weights are; rename its run directory"
+            )
+        base[as_file_name(name)] = sampled
+    return base
 
 
 def _sample(

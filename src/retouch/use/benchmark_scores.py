@@ -211,7 +211,8 @@ def rows_of(found: Sequence[Found], scorers: Scorers, record: Observations) -> t
             continue
         for name, by in scorers.digests.items():
             scorers.on_record[name] |= {record.revision(one.asked, name, by)} - {""}
-        rows.append(ImageRow(one.output.key, one.output.index, one.output.item.metadata, given))
+        output = one.output
+        rows.append(ImageRow(output.key, output.index, output.item.metadata, given, output.file))
     return rows, untried
 
 
