@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from pydantic import ValidationError
 
@@ -104,6 +105,29 @@ def test_official_jpeg_files_are_scored_as_they_are(brushbench: Path, tmp_path: 
     compressed = scored(jpeg, lossless, tmp_path / "once")["measures"][".png"]
     assert compressed["psnr"] == pytest.approx(of_files[1]["psnr"], abs=1e-9)
     assert compressed["psnr"] != scored(plain, lossless, tmp_path / "none")["measures"][".png"]["psnr"]
+
+
+def test_distances_are_of_the_images_that_are_scored(brushbench: Path, tmp_path: Path) -> None:
+    """Composited and compressed, if these are what the benchmark scores."""
+
+    class Colour(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.float().flatten(2).mean(2)
+
+    torch.jit.script(Colour()).save(str(tmp_path / "colour.pt"))
+    entry = {"measure": "kid", "extractor": "torchscript", "path": str(tmp_path / "colour.pt"), "draws": 0}
+    for number in range(2):
+        Image.new("RGB", (9, 9), (90, 80 * number, 7)).save(tmp_path / f"{number}.png")
+    keys: dict[str, Any] = {
+        "rewards": {"clip": None, "kept_area": None}, "images_per_item": 2,
+        "distances": {"d": {**entry, "real": str(tmp_path)}},
+    }  # fmt: skip
+    found: list[float] = []
+    images = write_images(benchmark("brushbench", brushbench, **keys), tmp_path / "theirs")
+    for number, options in enumerate(SETTINGS[:4]):
+        given = benchmark("brushbench", brushbench, **keys, **options)
+        found.append(scored(given, images, tmp_path / str(number))["distances"]["theirs"]["d"]["value"])
+    assert len(set(found)) == 4
 
 
 # --- the walk over options ---

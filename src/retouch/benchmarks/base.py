@@ -115,7 +115,7 @@ class Official:
 
 
 class DistanceEntry(Section):
-    """A distance between all outputs and real images."""
+    """A distance between all outputs, as they are scored, and real images."""
 
     measure: Literal["fid", "kid", "cmmd"]
     """Distance. fid needs 2,048 images or more; cmmd and kid (both x 1000) are usable with fewer."""

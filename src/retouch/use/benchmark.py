@@ -121,7 +121,7 @@ def run_benchmark(
     write_png(_grid(outputs, places, columns), out / "grid.png")
     _write_result(result, out)
     if benchmark.distances:
-        result["distances"] = benchmark_distances.distances_of(benchmark, outputs, places)
+        result["distances"] = benchmark_distances.distances_of(benchmark, outputs, places, reader.images)
         _write_result(result, out)
     return result
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,20 @@ def check_distances(benchmark: Benchmark, outputs: Sequence[Output]) -> None:
         if entry.extractor == "encoder" and looks_local(entry.path) and not expanded(entry.path).is_dir():
             raise ConfigError(f"{where}.path: given {entry.path!r}; no such folder")
         extract, _ = _extractor(entry, where, "cpu")
-        if not len(extract(real[:1])):
+        if not len(extract(map(_read, real[:1]))):
             raise ConfigError(f"{where}.real: given {entry.real!r}, whose first image cannot be read: {real[0]}")
 
 
 def distances_of(
-    benchmark: Benchmark, outputs: Sequence[Output], places: Mapping[str, Path]
+    benchmark: Benchmark,
+    outputs: Sequence[Output],
+    places: Mapping[str, Path],
+    scored: Callable[[Sequence[tuple[Output, Path]]], Iterator[Pixels | None]],
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Column -> name of the distance -> its value, interval, numbers of images, and extractor.
+
+    Args:
+        scored: the images of outputs as they are scored; None for those that cannot be read.
 
     Raises:
         ConfigError: no such extractor, or fewer than two real images.
@@ -60,10 +67,10 @@ def distances_of(
     for name, entry in benchmark.distances.items():
         where = f"distances.{name}"
         extract, extractor = _extractor(entry, where, own_device())
-        real = extract(_real(entry, outputs, where))
+        real = extract(map(_read, _real(entry, outputs, where)))
         for column, folder in places.items():
-            files = [path for output in outputs if (path := find_file(folder, output.file)) is not None]
-            features = extract(files)
+            there = [(output, path) for output in outputs if (path := find_file(folder, output.file)) is not None]
+            features = extract(scored(there))
             if min(len(features), len(real)) < 2:
                 raise ConfigError(
                     f"{where}: {column} has {len(features)} images and real has {len(real)}; give 2 or more"
@@ -97,7 +104,9 @@ def _real(entry: DistanceEntry, outputs: Sequence[Output], where: str) -> Images
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
 
 
-def _extractor(entry: DistanceEntry, where: str, device: str) -> tuple[Callable[[Images], Features], str]:
+def _extractor(
+    entry: DistanceEntry, where: str, device: str
+) -> tuple[Callable[[Iterable[Pixels | None]], Features], str]:
     """A function from images to features [N, D], and its name with its revision."""
     if entry.extractor == "torchscript":
         return _torchscript(entry, where, device)
@@ -111,7 +120,9 @@ def _extractor(entry: DistanceEntry, where: str, device: str) -> tuple[Callable[
     return partial(_features, encoder, _BATCH), encoder.revision
 
 
-def _torchscript(entry: DistanceEntry, where: str, device: str) -> tuple[Callable[[Images], Features], str]:
+def _torchscript(
+    entry: DistanceEntry, where: str, device: str
+) -> tuple[Callable[[Iterable[Pixels | None]], Features], str]:
     import torch
 
     file = expanded(entry.path)
@@ -134,12 +145,12 @@ def _torchscript(entry: DistanceEntry, where: str, device: str) -> tuple[Callabl
     return partial(_features, encode, 1), f"{file.name} {digest(file)[:12]}"
 
 
-def _features(encode: Callable[[Sequence[Pixels]], Any], size: int, images: Images) -> Features:
+def _features(encode: Callable[[Sequence[Pixels]], Any], size: int, images: Iterable[Pixels | None]) -> Features:
     """[N, D] of the images that can be read, `size` at a time."""
-    parts: list[Any] = []
-    for start in range(0, len(images), size):
-        batch = [pixels for image in images[start : start + size] if (pixels := _read(image)) is not None]
-        parts += [encode(batch).cpu().numpy().astype(np.float64)] if batch else []
+    there = (image for image in images if image is not None)
+    parts: list[Features] = []
+    while batch := list(islice(there, size)):
+        parts.append(encode(batch).cpu().numpy().astype(np.float64))
     return np.concatenate(parts) if parts else np.zeros((0, 1))
 
 

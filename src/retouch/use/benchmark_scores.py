@@ -29,7 +29,7 @@ from retouch.rewards.base import RewardEntry
 from retouch.rewards.client.revisions import without_fingerprints
 from retouch.rewards.devices import own_device
 from retouch.rewards.golden import golden_items
-from retouch.rewards.protocol import RewardItem
+from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.table import PendingScores, RewardTable
 from retouch.training.scoring import item_of, summary, wait_for_rewards
 from retouch.types import Example, Failure, Outcome
@@ -138,6 +138,16 @@ class Reader:
         example = examples.get(output.position, lambda: native_example(output.item, self._section))
         image = self._benchmark.prepared(saved_image(path), example.source, example.mask)
         return item_of(example, np.asarray(image), number, example.id)
+
+    def images(self, outputs: Sequence[tuple[Output, Path]]) -> Iterator[Pixels | None]:
+        """The images of outputs as they are scored; None for one that cannot be read, which scorers report."""
+        examples: LruCache[int, Example] = LruCache(1)
+        for output, path in outputs:
+            try:
+                yield self.item(output, path, examples).image
+            except (ImageProblem, DataError) as problem:
+                logger.warning("%s; left out of the distances", problem)
+                yield None
 
     def found(self, folder: Path, outputs: Sequence[Output]) -> tuple[list[Found], list[str]]:
         """The outputs that a folder has, and the official names of the others."""
