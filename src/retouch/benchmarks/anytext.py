@@ -31,7 +31,7 @@ def _row(model: str, *numbers: float, source: str) -> PublishedRow:
 
 def table_of(options: Mapping[str, Any]) -> Table:
     """Table of characters by the options: of `language`, else as published by the folder, which names wukong for
-    Chinese; folders above it may be named as they like."""
+    Chinese, whatever the names of the folders above it."""
     given = options.get("language")
     if given in ("en", "zh"):
         return cast("Table", given)

@@ -77,8 +77,8 @@ def about_weights(config: RunConfig, folder: Path | None, benchmark: Benchmark, 
 
 
 def _read_of(config: RunConfig, section: DataSection) -> dict[str, Any]:
-    """What sampling reads of the run file beside model and settings: what is trained, with the adapter that training
-    started from, which the base has too; how images are read; and how a trained text encoder answers."""
+    """The keys of the run file that sampling reads beside model and settings: the trained weights, the adapter that
+    training started from, which the base has too; the options of images; and those of a trained text encoder."""
     train = config.model.train
     found: dict[str, Any] = {
         "train": {

@@ -126,7 +126,7 @@ class Reader:
         self._known: dict[tuple[int, str], Asked] = {}  # by the item's position and the file's bytes
 
     def item(self, output: Output, path: Path, examples: LruCache[int, Example], number: int = 0) -> RewardItem:
-        """What scorers receive of an output.
+        """The item of an output as scorers receive it.
 
         Args:
             examples: of one thread: the images of an item follow each other.

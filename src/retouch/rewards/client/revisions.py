@@ -26,7 +26,7 @@ def is_cut(revision: str) -> bool:
 
 
 _JUDGED = re.compile(r"(.*? served as )(.*?) ([0-9a-f]{12}(?= |$)(?! [0-9a-f]{12}(?: |$)).*)", re.DOTALL)
-"""Revision of a judge: the model that was asked for, the names that the endpoint reported, and a hash with the rest. A
+"""Revision of a judge: the model of its entry, the names that the endpoint reported, and a hash with the rest. A
 fingerprint may look like the hash: it is followed by a comma or by the hash."""
 
 

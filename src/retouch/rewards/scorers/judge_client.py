@@ -383,7 +383,7 @@ class JudgeClient:
             if spent and self._tokens is not None:
                 self._tokens.take(spent - _TOKENS_OF_IMAGE)
             model, fingerprint = (str(found.get(k) or "") for k in ("model", "system_fingerprint"))
-            # a name of one word, which `without_fingerprints` tells from the fingerprint behind it
+            # a name of one word, which `without_fingerprints` separates from the fingerprint behind it
             served = f"{'_'.join(model.split())} {fingerprint}".strip()
             self._note_served(one_line(served, self._key, _MOST_NAME))
             choice = found["choices"][0]

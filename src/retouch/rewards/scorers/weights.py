@@ -39,7 +39,7 @@ def loading(option: str, path: str) -> Iterator[str]:
 
 
 def model_path(path: str) -> str:
-    """What a library loads for a path or a hub id: libraries do not expand `~`."""
+    """The path or hub id as libraries take it: they do not expand `~`."""
     return str(expanded(path)) if path.startswith("~") else path
 
 
