@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -18,7 +18,8 @@ from pydantic import Field, model_validator
 
 from retouch.config.base import Count, ImageCount, NonNegative, Section, Text
 from retouch.config.load import overlaid, with_variables
-from retouch.data.base import DataSection, ItemFiles
+from retouch.data.base import DataSection, ItemFiles, ProtocolData
+from retouch.errors import ConfigError
 from retouch.rewards.base import UNSCORED, Reward, RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.foreign import one_line
@@ -60,17 +61,24 @@ class ImageRow:
         key: official key of its item; the unit of paired intervals.
         index: number of the image, from 0, among those of its item.
         outcomes: of every reward of the benchmark, by name.
+        file: official name of the output.
     """
 
     key: str
     index: int
     metadata: Mapping[str, Any]
     outcomes: Mapping[str, Outcome]
+    file: str = ""
 
     def score(self, reward: str) -> Score | None:
         """The outcome of a reward; None if it failed, or if the benchmark file removed the reward."""
         outcome = self.outcomes.get(reward)
         return outcome if isinstance(outcome, Score) else None
+
+    def without(self, *rewards: str) -> ImageRow:
+        """The output without the outcomes of some rewards; itself if there are none."""
+        kept = {name: outcome for name, outcome in self.outcomes.items() if name not in rewards}
+        return replace(self, outcomes=kept) if rewards else self
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ class Official:
 
 
 class DistanceEntry(Section):
-    """A distance between all outputs and real images."""
+    """A distance between all outputs, as they are scored, and real images."""
 
     measure: Literal["fid", "kid", "cmmd"]
     """Distance. fid needs 2,048 images or more; cmmd and kid (both x 1000) are usable with fewer."""
@@ -141,6 +149,11 @@ class Benchmark(Section):
     """Random seed for the noise of all images."""
     limit: Count | None = None
     """Use only the first `limit` items; the result is not the benchmark's."""
+    held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Use only the items that a run with `data.part: train` and this `data.held_out_share` of the same data does not
+    train on, for the formats that have these keys; null uses all items."""
+    max_bad_items: Annotated[int, Field(ge=0)] = 10
+    """Maximum number of broken items, which are left out and reported; more are an error."""
     rewards: dict[str, Reward] = Field(default={})
     """Rewards by name; keys given here replace those of the benchmark's own rewards, and null removes one."""
     distances: dict[str, DistanceEntry] = Field(default={})
@@ -188,6 +201,7 @@ class Benchmark(Section):
         """An output as it is scored. Here: with a mask, at the size of the source.
 
         Args:
+            image: RGB; its `format` is that of the file, like "JPEG".
             source, mask: of the item, at the size of the published files.
         """
         if source is None or mask is None or image.size == source.size:
@@ -202,6 +216,8 @@ class Benchmark(Section):
             found.append(f"{self.count} images per item instead of {self.official.images_per_item}")
         if self.limit is not None:
             found.append(f"only the first {self.limit} items")
+        if self.held_out_share is not None:
+            found.append(f"only the held-out share of {self.held_out_share:g} of the items")
         if self.official.resolution not in (None, self.size):
             found.append("sampled at {} x {} pixels instead of {} x {}".format(*(self.size or ()), *self.official_size))
         return [*found, *self._other_rewards()]
@@ -255,9 +271,36 @@ class Benchmark(Section):
         return self.official.resolution
 
     def sized(self, section: DataSection) -> DataSection:
-        """A data section with `limit` and, if it is known, the size to sample at."""
+        """A data section with the keys that choose its items and, if it is known, the size to sample at.
+
+        Raises:
+            ConfigError: `held_out_share` for a format without parts.
+        """
         size = {} if self.size is None else {"resolution": self.size}
-        return section.model_copy(update={"limit": self.limit, **size})
+        if self.held_out_share is not None and not isinstance(section, ProtocolData):
+            raise ConfigError(
+                f"held_out_share: given {self.held_out_share:g}, but format {section.format!r} has no parts; divide "
+                "the data with `retouch data split`, and leave it out"
+            )
+        part = {} if self.held_out_share is None else {"part": "held_out", "held_out_share": self.held_out_share}
+        return section.model_copy(update={"limit": self.limit, "max_bad_items": self.max_bad_items, **part, **size})
+
+    def check(self) -> None:
+        """Check the rewards as those of a run are checked, before anything is loaded or sampled.
+
+        Raises:
+            ConfigError: an option that is never read, a gate that cannot work, or a reward that scores no single image.
+        """
+        try:
+            for name, entry in self.rewards.items():
+                if entry.compares_group():
+                    raise ValueError(
+                        f"rewards.{name}: compares the samples of a group with each other, but a benchmark scores "
+                        "every image alone; remove it, or set against=reference"
+                    )
+                entry.check_among(self.rewards, f"rewards.{name}", whose="benchmark")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     @model_validator(mode="before")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -58,5 +59,11 @@ class GenEval(Benchmark):
         best: dict[str, float] = {}
         for row, right in judged:
             best[row.key] = max(right, best.get(row.key, 0.0))
+        # an interval's sample has prompts several times: each counts as often as it has an image of one number
+        counts = Counter((row.key, row.index) for row, _ in judged)
+        times: dict[str, int] = {}
+        for (key, _), count in counts.items():
+            times[key] = max(count, times.get(key, 0))
+        prompts = sum(best[key] * count for key, count in times.items()) / sum(times.values())
         images = mean([right for _, right in judged])
-        return {"overall": mean([*of_tags.values()]), "images": images, "prompts": mean([*best.values()]), **of_tags}
+        return {"overall": mean([*of_tags.values()]), "images": images, "prompts": prompts, **of_tags}

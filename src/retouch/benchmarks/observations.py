@@ -1,8 +1,8 @@
 """Outcomes of the rewards on the outputs of a benchmark, as lines of JSON that a later start completes. No torch.
 
 A line holds one output and ends with its checksum: a line that was changed counts as missing. An outcome counts only
-for the same bytes of the image, the same item, and the same reward and revision; a failure is on record and is tried
-again by the next start.
+for what the scorer received, pixel by pixel, and for the same reward and revision: whatever option changes either,
+the output is scored again. A failure is on record and is tried again by the next start.
 """
 
 from __future__ import annotations
@@ -21,24 +21,57 @@ from retouch import plain_json
 from retouch.disk import append_to
 from retouch.errors import ConfigError
 from retouch.rewards.base import UNSCORED, RewardEntry
+from retouch.rewards.client.revisions import without_fingerprints
+from retouch.rewards.protocol import PICTURES, Pixels, RewardItem
 from retouch.types import Failure, Outcome, Score
 
 _SEAL = re.compile(rb', "check": "([0-9a-f]{16})"}$')
 
 
-def reward_digest(entry: RewardEntry, revision: str) -> str:
-    """Hash of everything that a reward's scores depend on."""
-    keys = {name: value for name, value in entry.model_dump(mode="json").items() if name not in UNSCORED}
-    return hashlib.blake2b(json.dumps([keys, revision], sort_keys=True).encode(), digest_size=12).hexdigest()
+def reward_digest(entry: RewardEntry, revision: str, gate: str = "") -> str:
+    """Hash of everything that a reward's scores depend on.
+
+    Args:
+        gate: hash of the reward that gates it, whose value is a factor of its own; "" if none does.
+    """
+    unscored = {*UNSCORED, *entry.unscored}
+    keys = {name: value for name, value in entry.model_dump(mode="json").items() if name not in unscored}
+    told = [keys, without_fingerprints(revision), *([gate] if gate else [])]
+    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def reward_digests(entries: Mapping[str, RewardEntry], revisions: Mapping[str, str]) -> dict[str, str]:
+    """`reward_digest` of every reward; a gate is not gated itself."""
+    alone = {name: reward_digest(entry, revisions[name]) for name, entry in entries.items()}
+    return {
+        name: alone[name] if entry.gated_by is None else reward_digest(entry, revisions[name], alone[entry.gated_by])
+        for name, entry in entries.items()
+    }
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Identity of one output's outcome: hashes of the image file and of the item."""
+    """Identity of one output's outcome: its official name, and hashes of what a scorer receives.
+
+    Attributes:
+        image: hash of the pixels; of a file that cannot be read, of its bytes.
+        item: hash of prompt and metadata; beside such a file, of the whole item.
+    """
 
     file: str
     image: str
     item: str
+
+
+def asked_of(file: str, item: RewardItem) -> Asked:
+    """The identity of an output, from the item that a scorer receives: an option of the benchmark, of its data or of
+    the preparation of images counts exactly if it changes that."""
+    image = hashlib.blake2b(digest_size=16)
+    for name in PICTURES:
+        pixels: Pixels | None = getattr(item, name)
+        image.update(b"-" if pixels is None else repr((name, pixels.shape)).encode() + pixels.tobytes())
+    text = json.dumps([item.prompt, dict(item.metadata)], sort_keys=True, default=str)
+    return Asked(file, image.hexdigest(), hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest())
 
 
 class Observations:
@@ -54,6 +87,7 @@ class Observations:
         """
         self.path = folder / (f"{name}.{part}.jsonl" if part else f"{name}.jsonl")
         self._known: dict[tuple[Asked, str, str], Outcome] = {}
+        self._revisions: dict[tuple[Asked, str, str], str] = {}
         files = sorted(folder.glob("*.jsonl"))
         for path in (path for path in files if path.name == f"{name}.jsonl" or path.name.startswith(f"{name}.")):
             if not path.is_file():
@@ -66,13 +100,31 @@ class Observations:
         """The outcome of a reward (see `reward_digest`) on an output; None if there is none."""
         return self._known.get((asked, reward, digest))
 
-    def add(self, scored: Iterable[tuple[Asked, Mapping[str, Outcome]]], digests: Mapping[str, str]) -> None:
-        """Append outcomes, each output in one line, and flush them."""
+    def revision(self, asked: Asked, reward: str, digest: str) -> str:
+        """The revision that gave the outcome on record, fingerprints included; "" if it is not known."""
+        return self._revisions.get((asked, reward, digest), "")
+
+    def add(
+        self,
+        scored: Iterable[tuple[Asked, Mapping[str, Outcome]]],
+        digests: Mapping[str, str],
+        revisions: Mapping[str, str] | None = None,
+    ) -> None:
+        """Append outcomes, each output in one line, and flush them.
+
+        Args:
+            digests: see `reward_digest`.
+            revisions: of the rewards at this moment.
+        """
         lines: list[str] = []
+        by = {name: {"by": digest} for name, digest in digests.items()}
+        for name, revision in (revisions or {}).items():
+            by[name]["revision"] = revision
         for asked, outcomes in scored:
-            told = {name: {"by": digests[name], **_told(outcome)} for name, outcome in outcomes.items()}
+            told = {name: {**by[name], **_told(outcome)} for name, outcome in outcomes.items()}
             lines.append(_sealed(json.dumps({**asdict(asked), "outcomes": told})))
-            self._known |= {(asked, name, digests[name]): outcome for name, outcome in outcomes.items()}
+            for name, outcome in outcomes.items():
+                self._note((asked, name, digests[name]), outcome, by[name].get("revision", ""))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(append_to(self.path), "a", encoding="utf-8") as stream:
             stream.write(("\n" if self._cut_off else "") + "".join(f"{line}\n" for line in lines))
@@ -84,13 +136,20 @@ class Observations:
         try:
             told = cast("dict[str, Any]", plain_json.loads(_opened(line), finite=True))
             asked = Asked(*(_text(told[name]) for name in ("file", "image", "item")))
-            found = {name: (_text(one["by"]), _outcome(one)) for name, one in told["outcomes"].items()}
+            found = {
+                name: (_text(one["by"]), _outcome(one), _text(one.get("revision", "")))
+                for name, one in told["outcomes"].items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError):
             return
-        for name, (digest, outcome) in found.items():
+        for name, (digest, outcome, revision) in found.items():
             before = self._known.get((asked, name, digest))
             if not (isinstance(before, Score) and isinstance(outcome, Failure)):  # files of shards have no order
-                self._known[asked, name, digest] = outcome
+                self._note((asked, name, digest), outcome, revision)
+
+    def _note(self, key: tuple[Asked, str, str], outcome: Outcome, revision: str) -> None:
+        self._known[key] = outcome
+        self._revisions[key] = revision
 
 
 def _check(line: bytes) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 import retouch
-from retouch.benchmarks.base import Benchmark, ImageRow
+from retouch.benchmarks.base import Benchmark, ImageRow, means
 from retouch.errors import ConfigError
 from retouch.observe.statistics import bootstrap_intervals
 from retouch.rewards.client.revisions import is_cut
@@ -58,9 +58,10 @@ def result_of(
     Args:
         columns: in the order of the table; every further one is compared with the one before it.
         data: provenance of the items, with their number, `items`.
-        rewards: provenance of each reward, with its `revision`.
+        rewards: provenance of each reward, with its `revision`, and `revisions` of all scores if there are several.
     """
-    intervals, differences = _intervals(benchmark, columns)
+    measured = _Measures(benchmark, columns)
+    intervals, differences = _intervals(measured, columns)
     kind, official = type(benchmark), benchmark.official
     return {
         "benchmark": {
@@ -90,7 +91,7 @@ def result_of(
             }
             for name, column in columns.items()
         },
-        "measures": {name: _measured(benchmark, column.rows) for name, column in columns.items()},
+        "measures": {name: measured(column.rows) for name, column in columns.items()},
         "intervals": intervals,
         "differences": differences,
         "published": {
@@ -104,22 +105,40 @@ def result_of(
     }
 
 
-def _measured(benchmark: Benchmark, rows: Sequence[ImageRow]) -> dict[str, float]:
-    """The measures of some outputs.
+class _Measures:
+    """The measures of some outputs: those of the benchmark, and the mean of every reward that none of these reads."""
 
-    Raises:
-        ConfigError: details of scores are not those of the benchmark's scorers: a server has others of their names.
-    """
-    try:
-        return benchmark.summary(rows)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        if all(entry.url is None and entry.scorer != "fn" for entry in benchmark.rewards.values()):
-            raise
-        raise ConfigError(
-            f"rewards: a detail of a score has not the form that {benchmark.title} needs ({type(error).__name__}: "
-            f"{one_line(str(error))}); serve {', '.join(sorted(benchmark.rewards))} with `retouch reward serve`, or "
-            "leave url and fn out"
-        ) from None
+    def __init__(self, benchmark: Benchmark, columns: Mapping[str, Column]) -> None:
+        self._benchmark = benchmark
+        rows = [row for column in columns.values() for row in column.rows]
+        measures = self._summary(rows)
+        self._further = [
+            name
+            for name in benchmark.rewards
+            if name not in measures and self._summary([row.without(name) for row in rows]) == measures
+        ]
+
+    def __call__(self, rows: Sequence[ImageRow]) -> dict[str, float]:
+        found = {name: [score.value for row in rows if (score := row.score(name))] for name in self._further}
+        return {**self._summary(rows), **means(found)}
+
+    def _summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
+        """The measures of the benchmark.
+
+        Raises:
+            ConfigError: details of scores are not those of the benchmark's scorers: a server has others of their names.
+        """
+        benchmark = self._benchmark
+        try:
+            return benchmark.summary(rows)
+        except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
+            if all(entry.url is None and entry.scorer != "fn" for entry in benchmark.rewards.values()):
+                raise
+            raise ConfigError(
+                f"rewards: a detail of a score has not the form that {benchmark.title} needs ({type(error).__name__}: "
+                f"{one_line(str(error))}); serve {', '.join(sorted(benchmark.rewards))} with `retouch reward serve`, "
+                "or leave url and fn out"
+            ) from None
 
 
 def _departures(
@@ -131,16 +150,22 @@ def _departures(
     """Why the measures do not compare with published ones."""
     found = [*benchmark.caveats, *benchmark.departures()]
     items, expected = data["items"], benchmark.official_items()
-    if benchmark.limit is None and expected not in (None, items):
+    if data.get("unusable_items"):
+        found.append(f"{data['unusable_items']} items cannot be used")
+    if benchmark.held_out_share is None and benchmark.limit is None and expected not in (None, items):
         found.append(f"{items} of {expected} items" if items < expected else f"{items} items instead of {expected}")
     for reward, model in benchmark.official.scorers.items():
-        if reward in rewards and not is_of(model, revision := str(rewards[reward]["revision"])):
-            found.append(f"{reward} is scored by {revision!r}, the published numbers by {model}")
+        told = rewards.get(reward, {})
+        revisions = map(str, told.get("revisions", [told["revision"]] if told else []))
+        if other := next((revision for revision in revisions if not is_of(model, revision)), None):
+            found.append(f"{reward} is scored by {other!r}, the published numbers by {model}")
     for name, column in columns.items():
         failed = sum(sum(codes.values()) for codes in column.failures().values())
         if column.resized:
             size = "{1} x {0}".format(*benchmark.official_size)
             found.append(f"{name}: {column.resized} images are not of {size} pixels")
+        if seen := column.about.get("trained_on"):
+            found.append(f"{name}: its run trained on {seen} of {items} items")
         found += [f"{name}: {len(column.missing)} images are missing"] if column.missing else []
         found += [f"{name}: {failed} scores failed"] if failed else []
     return found
@@ -170,54 +195,65 @@ def _names(revision: str) -> list[str]:
 
 
 def _intervals(
-    benchmark: Benchmark, columns: Mapping[str, Column]
+    measured: _Measures, columns: Mapping[str, Column]
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, list[float]]]]:
     """95 % intervals of the measures of each column, and of their differences between neighbouring columns as [value,
-    low, high]: both bootstrapped over items; the differences over the items that both columns have."""
-    rows = {name: _by_key(column.rows) for name, column in columns.items()}
-    alone = {name: _flat(benchmark, {name: of}, list(of)) for name, of in rows.items()}
+    low, high]: both bootstrapped over items; the differences over the images that both columns have, and each reward
+    over those that it scored in both."""
+    alone = {name: _flat(_by_key(column.rows), measured) for name, column in columns.items()}
     differences: dict[str, dict[str, list[float]]] = {}
     for a, b in pairwise(columns):
-        shared = [key for key in rows[a] if key in rows[b]]
-        both = {a: rows[a], b: rows[b]}
-        limits = _flat(benchmark, both, shared, (a, b))
-        values = _differing(benchmark, both, shared, (a, b))
+        items = _by_key(_pairs(columns[a].rows, columns[b].rows))
+
+        def difference(pairs: Sequence[Pair]) -> dict[str, float]:
+            before, after = (measured([pair[side] for pair in pairs]) for side in (0, 1))
+            return {name: after[name] - before[name] for name in after if name in before}
+
+        limits, values = _flat(items, difference), difference([pair for of in items.values() for pair in of])
         differences[f"{b} - {a}"] = {
             measure: [value, *limits[measure]] for measure, value in values.items() if measure in limits
         }
     return alone, differences
 
 
-def _by_key(rows: Sequence[ImageRow]) -> dict[str, list[ImageRow]]:
-    found: dict[str, list[ImageRow]] = {}
+Pair = tuple[ImageRow, ImageRow]
+
+Row = TypeVar("Row", ImageRow, Pair)
+
+
+def _pairs(before: Sequence[ImageRow], after: Sequence[ImageRow]) -> list[Pair]:
+    """The images that both columns have, each without the rewards that failed on either: a mean of other images would
+    be no pair."""
+    others = {(row.key, row.index, row.file): row for row in after}  # items may share a key
+    both = [(row, others[at]) for row in before if (at := (row.key, row.index, row.file)) in others]
+    return [(one.without(*(lost := _failed(one, other))), other.without(*lost)) for one, other in both]
+
+
+def _failed(*rows: ImageRow) -> list[str]:
+    """The rewards that failed on some of the rows."""
+    return [
+        name for name in {name: None for row in rows for name in row.outcomes} if not all(r.score(name) for r in rows)
+    ]
+
+
+def _by_key(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Images, or pairs of them, by the key of their item."""
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row.key, []).append(row)
+        found.setdefault((row[0] if isinstance(row, tuple) else row).key, []).append(row)
     return found
 
 
-Items = Mapping[str, Mapping[str, list[ImageRow]]]
-"""Column -> key of an item -> its rows."""
-
-
 def _flat(
-    benchmark: Benchmark, rows: Items, keys: Sequence[str], pair: tuple[str, str] | None = None
+    items: Mapping[str, list[Row]], measure: Callable[[Sequence[Row]], dict[str, float]]
 ) -> dict[str, list[float]]:
-    """Intervals of the measures of the only column, or of the difference of a pair, over resampled items."""
+    """Intervals of measures over resampled items."""
+    of = list(items.values())
 
     def measured(drawn: NDArray[np.intp]) -> dict[str, float]:
-        chosen = [keys[int(i)] for i in drawn]
-        if pair is not None:
-            return _differing(benchmark, rows, chosen, pair)
-        (of,) = rows.values()
-        return _measured(benchmark, [row for key in chosen for row in of[key]])
+        return measure([row for i in drawn for row in of[int(i)]])
 
-    return {name: list(limits) for name, limits in bootstrap_intervals(len(keys), measured).items()}
-
-
-def _differing(benchmark: Benchmark, rows: Items, keys: Sequence[str], pair: tuple[str, str]) -> dict[str, float]:
-    """Differences of the measures of a pair of columns over some items."""
-    before, after = (_measured(benchmark, [row for key in keys for row in rows[name][key]]) for name in pair)
-    return {name: after[name] - before[name] for name in after if name in before}
+    return {name: list(limits) for name, limits in bootstrap_intervals(len(of), measured).items()}
 
 
 def benchmark_table(result: Mapping[str, Any]) -> str:

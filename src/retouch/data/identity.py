@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from retouch.data.base import ItemFiles
 from retouch.disk import is_file
-from retouch.imaging import PackedImage
+from retouch.imaging import PackedImage, normalize_text
 
 if TYPE_CHECKING:
     from retouch.data.dataset import Dataset
@@ -56,8 +56,8 @@ def digest(path: Path) -> str:
 
 def trained_on(evaluation: Dataset, *training: Dataset, with_prompt: bool = False) -> list[ItemFiles]:
     """Items of `evaluation` whose source or target is an image of the training data; for text to image, those whose
-    prompt is. Only files as long as one of the other side are read; images inside tables have digests, and are compared
-    with such images alone.
+    prompt is, without case and repeated white space, as `retouch data split` compares prompts. Only files as long as
+    one of the other side are read; images inside tables have digests, and are compared with such images alone.
 
     Args:
         with_prompt: an image counts only where it is trained on with the same prompt.
@@ -68,7 +68,7 @@ def trained_on(evaluation: Dataset, *training: Dataset, with_prompt: bool = Fals
     for data in training:
         for item in data.items:
             for image in images_of(item) or [None]:
-                prompts[image].add(item.prompt)
+                prompts[image].add(_plain(item.prompt))
     of_file: defaultdict[str, set[str]] = defaultdict(set)
     lengths = set[int]()
     for path in paths(prompts):
@@ -84,11 +84,15 @@ def trained_on(evaluation: Dataset, *training: Dataset, with_prompt: bool = Fals
 
     def is_trained_on(item: ItemFiles) -> bool:
         if not asked[item.id]:
-            return item.prompt in prompts.get(None, ())
+            return _plain(item.prompt) in prompts.get(None, ())
         found = [known for known in map(prompts_with, asked[item.id]) if known is not None]
-        return any(item.prompt in known for known in found) if with_prompt else bool(found)
+        return any(_plain(item.prompt) in known for known in found) if with_prompt else bool(found)
 
     return [item for item in evaluation.items if is_trained_on(item)]
+
+
+def _plain(prompt: str) -> str:
+    return normalize_text(prompt, case_sensitive=False)
 
 
 def images_of(item: ItemFiles) -> list[Path | PackedImage]:

@@ -193,12 +193,12 @@ class RewardEntry(Section):
         Raises:
             ValueError: an option that is never read, a gate that cannot work, or win_rate without groups.
         """
-        if self.gated_by is None:
-            self._unread(key, ("gate_threshold", "gate_floor"), "gated_by is not set; leave it out")
-        else:
-            self._check_gate(run, key, self.gated_by)
-        if self.crop == "none":
-            self._unread(key, ("box_margin", "box_min_side"), "crop is 'none'; set crop=mask_box, or leave it out")
+        self.check_among(run.rewards, key)
+        if self.gated_by is not None and run.rewards[self.gated_by].role == "gold" and self.role == "train":
+            raise ValueError(
+                f"{key}.gated_by: given {self.gated_by!r}, whose role is 'gold': it is not scored in training; set its "
+                "role=train, weight=0"
+            )
         if self.role == "gold":
             self._unread(key, ("transform", "min_group_std"), "role is 'gold', which is never trained on; leave it out")
             if self.weight not in (0.0, 1.0):
@@ -213,6 +213,22 @@ class RewardEntry(Section):
             )
         if self.compares_group():
             self._check_whole_groups(run, key)
+
+    def check_among(self, rewards: Mapping[str, RewardEntry], key: str, whose: str = "run") -> None:
+        """Check the entry against the others that score the same images.
+
+        Args:
+            whose: what has the rewards, for messages: a run or a benchmark.
+
+        Raises:
+            ValueError: an option that is never read, or a gate that cannot work.
+        """
+        if self.gated_by is None:
+            self._unread(key, ("gate_threshold", "gate_floor"), "gated_by is not set; leave it out")
+        else:
+            self._check_gate(rewards, key, self.gated_by, whose)
+        if self.crop == "none":
+            self._unread(key, ("box_margin", "box_min_side"), "crop is 'none'; set crop=mask_box, or leave it out")
 
     def _check_whole_groups(self, run: RunConfig, key: str) -> None:
         compared = f"{key} compares the samples of a group with each other"
@@ -244,20 +260,16 @@ class RewardEntry(Section):
             if (given := getattr(self, name)) != RewardEntry.model_fields[name].default:
                 raise ValueError(f"{key}.{name}: given {given!r}, but {why}")
 
-    def _check_gate(self, run: RunConfig, key: str, gate: str) -> None:
+    def _check_gate(self, rewards: Mapping[str, RewardEntry], key: str, gate: str, whose: str) -> None:
         where = f"{key}.gated_by: given {gate!r}"
-        others = [other for other in run.rewards if other != key.removeprefix("rewards.")]
+        others = [other for other in rewards if other != key.removeprefix("rewards.")]
         if gate not in others:
             hint = nearest(gate, others) if others else "there is no other"
-            raise ValueError(f"{where}, which is no other reward of the run; {hint}")
-        if run.rewards[gate].compares_group():
+            raise ValueError(f"{where}, which is no other reward of the {whose}; {hint}")
+        if rewards[gate].compares_group():
             raise ValueError(f"{where}, which compares samples of a group and has no value in evaluations")
-        if run.rewards[gate].gated_by is not None:
-            raise ValueError(f"{where}, which is gated itself; gate both by {run.rewards[gate].gated_by!r}")
-        if run.rewards[gate].role == "gold" and self.role == "train":
-            raise ValueError(
-                f"{where}, whose role is 'gold': it is not scored in training; set its role=train, weight=0"
-            )
+        if rewards[gate].gated_by is not None:
+            raise ValueError(f"{where}, which is gated itself; gate both by {rewards[gate].gated_by!r}")
 
     @field_validator("url", mode="wrap")
     @classmethod

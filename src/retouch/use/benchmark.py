@@ -34,6 +34,7 @@ from retouch.prompts import PromptCheck
 from retouch.use import benchmark_distances
 from retouch.use.benchmark_images import about_weights, as_trained, batch_size, claim, sample_outputs, with_settings
 from retouch.use.items import make_folder
+from retouch.use.overlap import seen_in_training
 from retouch.use.trained import Trained
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ def run_benchmark(
         ConfigError, DataError, CheckpointError: settings, data or weights that cannot work.
         RewardOutage: scorers stayed away; start again.
     """
+    benchmark.check()
     make_folder(out)
     share = shard or Shard()
     configs = {name: with_settings(trained.config, benchmark) for name, trained in runs.items()}
@@ -91,17 +93,18 @@ def run_benchmark(
         abouts = _sample(benchmark, runs, configs, weights, data, outputs, out, share)
         abouts |= {name: {"images_of": str(folder)} for name, folder in external.items()}
         places = {**{name: out / "images" / name for name in weights}, **external}
+        reader = benchmark_scores.Reader(benchmark, data.config)
         columns: dict[str, Column] = {}
         waiting = 0
         for name, folder in places.items():
             size = batch_size(configs[weights[name].run], benchmark) if name in weights else _BATCH
             mine = [output for batch in own(outputs, share, size) for output in batch]
-            found, _ = benchmark_scores.found_in(folder, mine)
+            found, _ = reader.found(folder, mine)
             part = f"{share.index + 1}-of-{share.count}" if share.count > 1 else ""
             record = Observations(out / "observations", name, part)
-            benchmark_scores.score(benchmark, found, data.config, scorers, record)
+            benchmark_scores.score(benchmark, found, reader, scorers, record)
         for name, folder in places.items():
-            found, missing = benchmark_scores.found_in(folder, outputs)
+            found, missing = reader.found(folder, outputs)
             rows, untried = benchmark_scores.rows_of(found, scorers, Observations(out / "observations", name))
             waiting += len(untried) + (len(missing) if name in weights else 0)
             resized = _resized(benchmark, [one.path for one in found]) if name in external else 0
@@ -119,7 +122,7 @@ def run_benchmark(
     write_png(_grid(outputs, places, columns), out / "grid.png")
     _write_result(result, out)
     if benchmark.distances:
-        result["distances"] = benchmark_distances.distances_of(benchmark, outputs, places)
+        result["distances"] = benchmark_distances.distances_of(benchmark, outputs, places, reader.images)
         _write_result(result, out)
     return result
 
@@ -217,9 +220,16 @@ def _weights(runs: Mapping[str, Trained]) -> dict[str, Sampled]:
         return {}
     first = next(iter(runs))
     base = {BASE: Sampled(first, None)} if one_base([trained.config for trained in runs.values()]) else {}
-    if len(runs) > 1:
-        return base | {as_file_name(name): Sampled(name, trained.newest) for name, trained in runs.items()}
-    return base | {as_file_name(name): Sampled(first, folder) for name, folder in runs[first].weights.items()}
+    one = [(name, Sampled(first, folder)) for name, folder in runs[first].weights.items()]
+    several = [(name, Sampled(name, trained.newest)) for name, trained in runs.items()]
+    for name, sampled in several if len(runs) > 1 else one:
+        if as_file_name(name) in base:
+            raise ConfigError(
+                f"--run: the images of {name!r} would be in the folder {as_file_name(name)!r}, as those of other "
+                "weights are; rename its run directory"
+            )
+        base[as_file_name(name)] = sampled
+    return base
 
 
 def _sample(
@@ -234,6 +244,7 @@ def _sample(
 ) -> dict[str, dict[str, Any]]:
     """Sample the missing outputs of every set of weights -> their provenance."""
     abouts: dict[str, dict[str, Any]] = {}
+    seen = {run: len(seen_in_training(configs[run], data, "--path")) for run in runs}
     for name, sampled in weights.items():
         abouts[name] = about_weights(configs[sampled.run], sampled.folder, benchmark, data.config)
         claim(out / "images" / name, {**abouts[name], "benchmark": benchmark.name})
@@ -241,10 +252,27 @@ def _sample(
         abouts[name]["sampling"]["guidance_scale"] = (  # resolved: records of folders have the key as it was given
             config.model.spec.guidance_scale if config.rollout.guidance_scale is None else config.rollout.guidance_scale
         )
+        _warn_of_other_sampling(abouts, name)
+        abouts[name]["trained_on"] = 0 if sampled.folder is None else seen[sampled.run]
     for run in runs:
         folders = {name: sampled.folder for name, sampled in weights.items() if sampled.run == run}
         sample_outputs(configs[run], folders, data.config, outputs, out / "images", shard, benchmark)
     return abouts
+
+
+def _warn_of_other_sampling(abouts: Mapping[str, Mapping[str, Any]], name: str) -> None:
+    """Warn of weights that are sampled with other settings than the first: differences of their measures are not those
+    of the weights alone."""
+    first = next(iter(abouts))
+    own, before = abouts[name]["sampling"], abouts[first]["sampling"]
+    if keys := [key for key in own if own[key] != before[key]]:
+        shown = ", ".join(f"{key} {own[key]} instead of {before[key]}" for key in keys)
+        logger.warning(
+            "--run: %s is sampled with %s, as %s is; set num_steps and guidance_scale in the benchmark file",
+            name,
+            shown,
+            first,
+        )
 
 
 def _external(folders: Sequence[Path], outputs: Sequence[Output]) -> dict[str, Path]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from retouch.benchmarks.outputs import SUFFIXES, Output, find_file
 from retouch.data.identity import digest
 from retouch.disk import expanded
 from retouch.errors import ConfigError, first_line
-from retouch.hub import looks_local, require_hub
+from retouch.hub import looks_local
 from retouch.imaging import ImageProblem, PackedImage, Pixels, open_image, to_rgb
 from retouch.observe.distances import DISTANCES, FEWEST_FOR_FID, Features, interval
 from retouch.rewards.devices import own_device
@@ -28,10 +29,11 @@ _BATCH = 16
 
 
 def check_distances(benchmark: Benchmark, outputs: Sequence[Output]) -> None:
-    """Check what the distances need before anything is sampled. No network is loaded.
+    """Compute the features of one real image for each distance, on the CPU, before anything is sampled: what cannot
+    be had is reported now and not after hours.
 
     Raises:
-        ConfigError: no such extractor, or fewer than two real images.
+        ConfigError: no such extractor, one that cannot be used, or fewer than two real images.
     """
     for name, entry in benchmark.distances.items():
         where = f"distances.{name}"
@@ -40,18 +42,23 @@ def check_distances(benchmark: Benchmark, outputs: Sequence[Output]) -> None:
                 f"{where}.real: given {entry.real!r}, which has {len(real)} images of this benchmark; give source, "
                 "target, or a folder of 2 or more"
             )
-        if entry.extractor == "torchscript":
-            _torchscript_file(entry, where)
-        else:
-            require_hub(f"{where}.path", entry.path)
-            if looks_local(entry.path) and not expanded(entry.path).is_dir():
-                raise ConfigError(f"{where}.path: given {entry.path!r}; no such folder")
+        if entry.extractor == "encoder" and looks_local(entry.path) and not expanded(entry.path).is_dir():
+            raise ConfigError(f"{where}.path: given {entry.path!r}; no such folder")
+        extract, _ = _extractor(entry, where, "cpu")
+        if not len(extract(map(_read, real[:1]))):
+            raise ConfigError(f"{where}.real: given {entry.real!r}, whose first image cannot be read: {real[0]}")
 
 
 def distances_of(
-    benchmark: Benchmark, outputs: Sequence[Output], places: Mapping[str, Path]
+    benchmark: Benchmark,
+    outputs: Sequence[Output],
+    places: Mapping[str, Path],
+    scored: Callable[[Sequence[tuple[Output, Path]]], Iterator[Pixels | None]],
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Column -> name of the distance -> its value, interval, numbers of images, and extractor.
+
+    Args:
+        scored: the images of outputs as they are scored; None for those that cannot be read.
 
     Raises:
         ConfigError: no such extractor, or fewer than two real images.
@@ -59,11 +66,11 @@ def distances_of(
     found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in places}
     for name, entry in benchmark.distances.items():
         where = f"distances.{name}"
-        extract, extractor = _extractor(entry, where)
-        real = extract(_real(entry, outputs, where))
+        extract, extractor = _extractor(entry, where, own_device())
+        real = extract(map(_read, _real(entry, outputs, where)))
         for column, folder in places.items():
-            files = [path for output in outputs if (path := find_file(folder, output.file)) is not None]
-            features = extract(files)
+            there = [(output, path) for output in outputs if (path := find_file(folder, output.file)) is not None]
+            features = extract(scored(there))
             if min(len(features), len(real)) < 2:
                 raise ConfigError(
                     f"{where}: {column} has {len(features)} images and real has {len(real)}; give 2 or more"
@@ -97,24 +104,30 @@ def _real(entry: DistanceEntry, outputs: Sequence[Output], where: str) -> Images
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
 
 
-def _extractor(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], Features], str]:
+def _extractor(
+    entry: DistanceEntry, where: str, device: str
+) -> tuple[Callable[[Iterable[Pixels | None]], Features], str]:
     """A function from images to features [N, D], and its name with its revision."""
     if entry.extractor == "torchscript":
-        return _torchscript(entry, where)
+        return _torchscript(entry, where, device)
     from retouch.rewards.scorers.image_similarity import Encoder
 
     try:
-        encoder = Encoder(entry.path, own_device())
+        encoder = Encoder(entry.path, device)
     except ConfigError as error:
         raise ConfigError(f"{where}.{error}") from None
 
     return partial(_features, encoder, _BATCH), encoder.revision
 
 
-def _torchscript(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], Features], str]:
+def _torchscript(
+    entry: DistanceEntry, where: str, device: str
+) -> tuple[Callable[[Iterable[Pixels | None]], Features], str]:
     import torch
 
-    file, device = _torchscript_file(entry, where), own_device()
+    file = expanded(entry.path)
+    if not file.is_file():
+        raise ConfigError(f"{where}.path: given {entry.path!r}; expected a TorchScript file")
     try:
         module: Any = torch.jit.load(str(file), map_location=device).eval()
     except RuntimeError as error:
@@ -124,24 +137,20 @@ def _torchscript(entry: DistanceEntry, where: str) -> tuple[Callable[[Images], F
     @torch.inference_mode()
     def encode(batch: Sequence[Pixels]) -> Any:
         pixels = torch.from_numpy(np.array(batch)).permute(0, 3, 1, 2).to(device)
-        return module(pixels, **options).flatten(1)
+        try:
+            return module(pixels, **options).flatten(1)
+        except RuntimeError as error:
+            raise ConfigError(f"{where}.path: {file} fails on [1, 3, H, W] uint8: {first_line(error)}") from None
 
     return partial(_features, encode, 1), f"{file.name} {digest(file)[:12]}"
 
 
-def _torchscript_file(entry: DistanceEntry, where: str) -> Path:
-    file = expanded(entry.path)
-    if not file.is_file():
-        raise ConfigError(f"{where}.path: given {entry.path!r}; expected a TorchScript file")
-    return file
-
-
-def _features(encode: Callable[[Sequence[Pixels]], Any], size: int, images: Images) -> Features:
+def _features(encode: Callable[[Sequence[Pixels]], Any], size: int, images: Iterable[Pixels | None]) -> Features:
     """[N, D] of the images that can be read, `size` at a time."""
-    parts: list[Any] = []
-    for start in range(0, len(images), size):
-        batch = [pixels for image in images[start : start + size] if (pixels := _read(image)) is not None]
-        parts += [encode(batch).cpu().numpy().astype(np.float64)] if batch else []
+    there = (image for image in images if image is not None)
+    parts: list[Features] = []
+    while batch := list(islice(there, size)):
+        parts.append(encode(batch).cpu().numpy().astype(np.float64))
     return np.concatenate(parts) if parts else np.zeros((0, 1))
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from retouch.data.base import DataSection, ImageSection
 from retouch.data.dataset import Dataset, all_embedded, read_item
 from retouch.data.identity import digest
 from retouch.data.sampler import derive_seed
-from retouch.disk import read_bounded, write_first
+from retouch.disk import expanded, read_bounded, write_first
 from retouch.file_image import FileImage
 from retouch.imaging import open_image, png_text, to_rgb, write_png
 
@@ -62,11 +63,11 @@ def as_trained(section: DataSection, benchmark: Benchmark, config: RunConfig) ->
 
 def about_weights(config: RunConfig, folder: Path | None, benchmark: Benchmark, section: DataSection) -> dict[str, Any]:
     """Provenance of samples: the model, the weights with their hash, and how they are sampled."""
-    hashes = {} if folder is None else {p.name: digest(p) for p in sorted(folder.glob("*")) if p.is_file()}
     return {
         "model": config.model.model_dump(mode="json", exclude={"train"}),
         "folder": None if folder is None else str(folder),
-        "sha256": hashes,
+        "sha256": {} if folder is None else _hashes(folder),
+        "read": _read_of(config, section),
         "sampling": {
             "num_steps": config.rollout.num_steps,
             "guidance_scale": config.rollout.guidance_scale,
@@ -75,6 +76,30 @@ def about_weights(config: RunConfig, folder: Path | None, benchmark: Benchmark, 
             "mixed_precision": config.training.mixed_precision,
         },
     }
+
+
+def _read_of(config: RunConfig, section: DataSection) -> dict[str, Any]:
+    """The keys of the run file that sampling reads beside model and settings: the trained weights, the adapter that
+    training started from, which the base has too; the options of images; and those of a trained text encoder."""
+    train = config.model.train
+    found: dict[str, Any] = {
+        "train": {
+            "kind": train.kind,
+            **train.model_dump(mode="json", exclude={"initial_adapter"}, exclude_defaults=True),
+        },
+        "images": asdict(section.image_options),
+    }
+    if (initial := getattr(train, "initial_adapter", None)) is not None:
+        found["initial_adapter"] = _hashes(expanded(initial))
+    if config.algorithm.trains_text_encoder:
+        found["algorithm"] = config.algorithm.model_dump(mode="json", exclude_defaults=True)
+    return found
+
+
+def _hashes(place: Path) -> dict[str, str]:
+    """Hashes of a file, or of the files in a folder, by name."""
+    files = [place] if place.is_file() else sorted(place.glob("*"))
+    return {file.name: digest(file) for file in files if file.is_file()}
 
 
 def batch_size(config: RunConfig, benchmark: Benchmark) -> int:
@@ -99,7 +124,8 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
             before = None
         if not isinstance(before, dict):
             raise ConfigError(f"--out: {record} is not the record of the images in {folder}; delete both")
-        known = {"benchmark": told.get("benchmark"), **cast("dict[str, Any]", before)}  # earlier versions had no name
+        later = {name: told.get(name) for name in ("benchmark", "read")}  # which earlier versions did not record
+        known = {**later, **cast("dict[str, Any]", before)}
         if (difference := _difference({name: known.get(name) for name in told}, told)) is not None:
             raise ConfigError(
                 f"--out: {folder} holds images of another {difference}; give another --out, or delete that folder and "

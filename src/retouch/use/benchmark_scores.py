@@ -3,28 +3,33 @@ harm."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from retouch.benchmarks.base import Benchmark, ImageRow
-from retouch.benchmarks.observations import Asked, Observations, reward_digest
+from retouch.benchmarks.observations import Asked, Observations, asked_of, reward_digests
 from retouch.benchmarks.outputs import Output, find_file, item_digest
 from retouch.data.base import DataSection, ImageSection, ItemFiles
+from retouch.data.checking import in_threads, progress
 from retouch.data.dataset import read_item
 from retouch.data.identity import digest
 from retouch.errors import DataError, RewardOutage
 from retouch.imaging import ImageProblem, open_image, to_rgb
 from retouch.lru import LruCache
 from retouch.rewards.base import RewardEntry
+from retouch.rewards.client.revisions import without_fingerprints
 from retouch.rewards.devices import own_device
-from retouch.rewards.protocol import RewardItem
+from retouch.rewards.golden import golden_items
+from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.table import PendingScores, RewardTable
 from retouch.training.scoring import item_of, summary, wait_for_rewards
 from retouch.types import Example, Failure, Outcome
@@ -46,17 +51,19 @@ class Scorers:
         self.tables = tables
         self.entries: dict[str, RewardEntry] = {name: e for table in tables for name, e in table.entries.items()}
         self.started = self.revisions()
-        self.digests = {name: reward_digest(entry, self.started[name]) for name, entry in self.entries.items()}
+        self.digests = reward_digests(self.entries, self.started)
+        self.on_record: dict[str, set[str]] = {name: set() for name in self.entries}
 
     def revisions(self) -> dict[str, str]:
         """Reward -> revision of its scorer, with the model that a judge's endpoint serves."""
         return {name: revision for table in self.tables for name, revision in table.revisions().items()}
 
     def provenance(self) -> dict[str, dict[str, Any]]:
-        """Reward -> its options and its revision, as JSON values."""
+        """Reward -> its options, its revision, and all revisions whose scores are used, as JSON values: they may differ
+        in the fingerprints of a judge, and in names of its model that it reported later."""
         ended = self.revisions()
         for name, revision in ended.items():
-            if revision != self.started[name]:
+            if without_fingerprints(revision) != without_fingerprints(self.started[name]):
                 logger.warning(
                     "%s: its revision changed from %r to %r while it scored: the scores may not compare",
                     name,
@@ -64,7 +71,11 @@ class Scorers:
                     revision,
                 )
         return {
-            name: {"options": entry.model_dump(mode="json"), "revision": ended[name]}
+            name: {
+                "options": entry.model_dump(mode="json"),
+                "revision": ended[name],
+                "revisions": sorted(self.on_record[name] | {ended[name]}),
+            }
             for name, entry in self.entries.items()
         }
 
@@ -101,29 +112,84 @@ class Found:
     asked: Asked
 
 
-def found_in(folder: Path, outputs: Sequence[Output]) -> tuple[list[Found], list[str]]:
-    """The outputs that a folder has, and the official names of the others."""
-    found: list[Found] = []
-    missing: list[str] = []
-    items: dict[int, str] = {}
-    for output in outputs:
-        path = find_file(folder, output.file)
-        if path is None:
-            missing.append(output.file)
-            continue
-        if output.position not in items:
-            items[output.position] = item_digest(output.item)
-        found.append(Found(output, path, Asked(output.file, digest(path), items[output.position])))
-    return found, missing
+class Reader:
+    """Reads what scorers receive of the outputs of a benchmark: the image as `Benchmark.prepared` returns it, and
+    everything else of its example at the size of the published files.
+
+    Args:
+        section: reads the items of the outputs.
+    """
+
+    def __init__(self, benchmark: Benchmark, section: DataSection) -> None:
+        self._benchmark = benchmark
+        self._section = section
+        self._known: dict[tuple[int, str], Asked] = {}  # by the item's position and the file's bytes
+
+    def item(self, output: Output, path: Path, examples: LruCache[int, Example], number: int = 0) -> RewardItem:
+        """The item of an output as scorers receive it.
+
+        Args:
+            examples: of one thread: the images of an item follow each other.
+            number: of the output in its batch.
+
+        Raises:
+            ImageProblem, DataError: the file, or one of the item, cannot be read.
+        """
+        example = examples.get(output.position, lambda: native_example(output.item, self._section))
+        image = self._benchmark.prepared(saved_image(path), example.source, example.mask)
+        return item_of(example, np.asarray(image), number, example.id)
+
+    def images(self, outputs: Sequence[tuple[Output, Path]]) -> Iterator[Pixels | None]:
+        """The images of outputs as they are scored; None for one that cannot be read, which scorers report."""
+        examples: LruCache[int, Example] = LruCache(1)
+        for output, path in outputs:
+            try:
+                yield self.item(output, path, examples).image
+            except (ImageProblem, DataError) as problem:
+                logger.warning("%s; left out of the distances", problem)
+                yield None
+
+    def found(self, folder: Path, outputs: Sequence[Output]) -> tuple[list[Found], list[str]]:
+        """The outputs that a folder has, and the official names of the others."""
+        places = [(output, find_file(folder, output.file)) for output in outputs]
+        there = [(output, path) for output, path in places if path is not None]
+        of_items = [list(of) for _, of in itertools.groupby(there, lambda one: one[0].position)]
+        found = progress(in_threads(self._asked, of_items), len(of_items), f"images of {folder.name}")
+        return [one for of in found for one in of], [output.file for output, path in places if path is None]
+
+    def _asked(self, of_item: Sequence[tuple[Output, Path]]) -> list[Found]:
+        """The outputs of an item with their identities; in several threads."""
+        examples: LruCache[int, Example] = LruCache(1)
+        return [Found(output, path, self._identity(output, path, examples)) for output, path in of_item]
+
+    def _identity(self, output: Output, path: Path, examples: LruCache[int, Example]) -> Asked:
+        key = output.position, digest(path)
+        if key not in self._known:
+            try:
+                self._known[key] = asked_of(output.file, self.item(output, path, examples))
+            except (ImageProblem, DataError):
+                self._known[key] = Asked(output.file, key[1], item_digest(output.item))
+        return replace(self._known[key], file=output.file)
 
 
-def score(
-    benchmark: Benchmark, found: Sequence[Found], section: DataSection, scorers: Scorers, record: Observations
-) -> None:
-    """Score the outputs that have no score on record.
+def saved_image(path: Path) -> Image.Image:
+    """The image of a file in RGB, with the format of the file, which Pillow drops with every change of an image.
 
     Raises:
-        RewardOutage: no reward of a batch could be had; what was scored before is on record.
+        ImageProblem: it cannot be read.
+    """
+    image = to_rgb(open_image(path))
+    with Image.open(path) as file:
+        image.format = file.format
+    return image
+
+
+def score(benchmark: Benchmark, found: Sequence[Found], reader: Reader, scorers: Scorers, record: Observations) -> None:
+    """Score the outputs that have no score on record. One that fails although its scorer answers is on record as a
+    failure, after a second try if that may help.
+
+    Raises:
+        RewardOutage: a scorer does not answer; what was scored before is on record.
     """
     for table in scorers.tables:
         todo = [
@@ -134,10 +200,10 @@ def score(
         if not todo:
             continue
         logger.info("%s: scoring %d images", ", ".join(table.entries), len(todo))
-        failed = _score_with(table, benchmark, todo, section, scorers, record)
-        retryable = [one for one, failure in failed if failure.retryable]
-        if retryable:
-            failed = _score_with(table, benchmark, retryable, section, scorers, record)
+        failed = _score_with(table, benchmark, todo, reader, scorers, record)
+        again = [one for one, failure in failed if failure.retryable]
+        failed = [(one, failure) for one, failure in failed if not failure.retryable]
+        failed += _score_with(table, benchmark, again, reader, scorers, record)
         if failed:
             logger.warning("%s: %d images have no score: %s", ", ".join(table.entries), len(failed),
                            summary([failure for _, failure in failed]))  # fmt: skip
@@ -153,7 +219,10 @@ def rows_of(found: Sequence[Found], scorers: Scorers, record: Observations) -> t
         if len(given) < len(outcomes):
             untried.append(one)
             continue
-        rows.append(ImageRow(one.output.key, one.output.index, one.output.item.metadata, given))
+        for name, by in scorers.digests.items():
+            scorers.on_record[name] |= {record.revision(one.asked, name, by)} - {""}
+        output = one.output
+        rows.append(ImageRow(output.key, output.index, output.item.metadata, given, output.file))
     return rows, untried
 
 
@@ -174,16 +243,20 @@ def _score_with(
     table: RewardTable,
     benchmark: Benchmark,
     todo: Sequence[Found],
-    section: DataSection,
+    reader: Reader,
     scorers: Scorers,
     record: Observations,
 ) -> list[tuple[Found, Failure]]:
-    """Score outputs with one table, batch by batch -> those that failed."""
+    """Score outputs with one table, batch by batch -> those that failed.
+
+    Raises:
+        RewardOutage: a scorer does not answer.
+    """
     size = benchmark.reward_client.batch_size
     pending: deque[_Batch] = deque()
     failed: list[tuple[Found, Failure]] = []
     names = list(table.entries)
-    read: LruCache[int, Example] = LruCache(1)  # the images of an item follow each other
+    examples: LruCache[int, Example] = LruCache(1)
 
     def settle() -> None:
         batch, unreadable, scores, _ = pending.popleft()
@@ -195,11 +268,10 @@ def _score_with(
             given: dict[str, Outcome] = dict(zip(names, found, strict=True))
             outcomes.append((one.asked, given))
             failures = [outcome for outcome in given.values() if isinstance(outcome, Failure)]
-            failed.extend((one, failure) for failure in failures[:1])
-        record.add(outcomes, {name: scorers.digests[name] for name in names})
-        lost = [o for _, given in outcomes for o in given.values() if isinstance(o, Failure)]
-        if len(lost) == len(outcomes) * len(names) and all(failure.retryable for failure in lost):
-            raise RewardOutage(f"{', '.join(names)}: {summary(lost)}; the scores so far are kept: start again")
+            failed.extend((one, failure) for failure in sorted(failures, key=lambda f: not f.retryable)[:1])
+        record.add(outcomes, {name: scorers.digests[name] for name in names}, table.revisions())
+        if silent := [name for name, column in columns.items() if _is_away(column)]:
+            _require_answers(table, silent, columns)
 
     left = deque(todo)
     while left:
@@ -210,7 +282,7 @@ def _score_with(
         while left and len(batch) < size and pixels < _MOST_PIXELS:
             batch.append(one := left.popleft())
             try:
-                items.append(_item(benchmark, one, section, read, len(batch) - 1))
+                items.append(reader.item(one.output, one.path, examples, len(batch) - 1))
                 pixels += items[-1].image.size // 3
             except (ImageProblem, DataError) as problem:
                 unreadable[len(batch) - 1] = Failure("bad_item", str(problem))
@@ -224,12 +296,22 @@ def _score_with(
     return failed
 
 
-def _item(
-    benchmark: Benchmark, one: Found, section: DataSection, read: LruCache[int, Example], number: int
-) -> RewardItem:
-    example = read.get(one.output.position, lambda: native_example(one.output.item, section))
-    image = benchmark.prepared(to_rgb(open_image(one.path)), example.source, example.mask)
-    return item_of(example, np.asarray(image), number, example.id)
+def _is_away(column: Sequence[Outcome]) -> bool:
+    """Whether a scorer gave no answer to any image of a batch, not even that an image is none."""
+    return all(isinstance(outcome, Failure) and outcome.retryable for outcome in column)
+
+
+def _require_answers(table: RewardTable, names: Sequence[str], columns: Mapping[str, Sequence[Outcome]]) -> None:
+    """Ask scorers that gave no answer about an image that is known to be sound: the images of the batch may be at
+    fault, of which there may be a single one, and to start again would not help.
+
+    Raises:
+        RewardOutage: one of them does not answer that either.
+    """
+    known = table.submit(golden_items()[:1], training=False).result().outcomes
+    if away := [name for name in names if _is_away(known[name])]:
+        lost = [outcome for name in away for outcome in columns[name] if isinstance(outcome, Failure)]
+        raise RewardOutage(f"{', '.join(away)}: {summary(lost)}; the scores so far are kept: start again")
 
 
 def native_example(item: ItemFiles, section: DataSection) -> Example:

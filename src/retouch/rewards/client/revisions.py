@@ -25,6 +25,26 @@ def is_cut(revision: str) -> bool:
     return re.search(rf"{re.escape(CUT)} [0-9a-f]{{{2 * _DIGEST}}}$", revision) is not None
 
 
+_JUDGED = re.compile(r"(.*? served as )(.*?) ([0-9a-f]{12}(?= |$)(?! [0-9a-f]{12}(?: |$)).*)", re.DOTALL)
+"""Revision of a judge: the model of its entry, the names that the endpoint reported, and a hash with the rest. A
+fingerprint may look like the hash: it is followed by a comma or by the hash."""
+
+
+def without_fingerprints(revision: str) -> str:
+    """A revision of servers in which a judge's endpoint is named by its models alone: `system_fingerprint` changes with
+    the machine that happened to answer. A revision that was cut is unchanged: a difference may lie behind the cut."""
+    return " | ".join(sorted({_by_models(one) for one in revision.split(" | ")}))
+
+
+def _by_models(revision: str) -> str:
+    judged = None if is_cut(revision) else _JUDGED.fullmatch(revision)
+    if judged is None:
+        return revision
+    asked, names, rest = judged.groups()
+    models = sorted({name.partition(" ")[0] for name in names.split(", ")})
+    return f"{asked}{', '.join(models)} {rest}"
+
+
 class Revisions:
     """Revisions that servers report with every reply and at /info; a server may report another one every time.
 

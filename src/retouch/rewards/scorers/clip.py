@@ -14,7 +14,7 @@ from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.weights import loading, train_extra
+from retouch.rewards.scorers.weights import loading, model_path, train_extra
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -75,10 +75,11 @@ class ClipTowers:
         self.torch = torch
         self.device = device
         require_hub("processor", processor)
-        with loading(option, path):
-            self.model: Any = CLIPModel.from_pretrained(path).eval().requires_grad_(False).to(device)  # pyright: ignore[reportArgumentType]
-            self.pixels: Any = AutoImageProcessor.from_pretrained(processor or path)
-            self.tokens: Any = AutoTokenizer.from_pretrained(processor or path)
+        with loading(option, path) as place:
+            inputs = model_path(processor) if processor else place
+            self.model: Any = CLIPModel.from_pretrained(place).eval().requires_grad_(False).to(device)  # pyright: ignore[reportArgumentType]
+            self.pixels: Any = AutoImageProcessor.from_pretrained(inputs)
+            self.tokens: Any = AutoTokenizer.from_pretrained(inputs)
         self.revision = f"{path} {getattr(self.model.config, '_commit_hash', None) or 'local'}"
 
     def of_images(self, images: Sequence[Pixels]) -> Tensor:

@@ -52,10 +52,10 @@ class Networks:
             import torch
             from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessorPil
         self._torch, self._device = torch, device
-        with loading("detector", detector):
-            self._detector: Any = Mask2FormerForUniversalSegmentation.from_pretrained(detector).eval()
+        with loading("detector", detector) as place:
+            self._detector: Any = Mask2FormerForUniversalSegmentation.from_pretrained(place).eval()
             self._detector.to(device)
-            self._pixels: Any = Mask2FormerImageProcessorPil.from_pretrained(detector)
+            self._pixels: Any = Mask2FormerImageProcessorPil.from_pretrained(place)
         _check_classes(detector, self._detector.config.id2label)
         self._clip = ClipTowers(color_model, "", device, "color_model")
         self._of_colors: dict[str, Tensor] = {}

@@ -97,8 +97,8 @@ class HpsV2Scorer(PackageScorer[HpsV2Reward]):
         o = self.options
         file, version = weights_file(o.path, _FILES, o.revision)
         weights = clip_weights(read_weights(file))
-        with loading("processor", o.processor):
-            self._tokens: Any = AutoTokenizer.from_pretrained(o.processor)
+        with loading("processor", o.processor) as place:
+            self._tokens: Any = AutoTokenizer.from_pretrained(place)
         with torch.device("meta"):
             model: Any = CLIPModel(clip_config(weights, self._tokens.eos_token_id))
         found = model.load_state_dict(weights, strict=False, assign=True)

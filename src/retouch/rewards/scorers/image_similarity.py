@@ -74,11 +74,11 @@ class Encoder:
         with train_extra("an image encoder"):
             import torch
             from transformers import AutoConfig, AutoImageProcessor, AutoModel
-        with loading("path", path):
-            config: Any = AutoConfig.from_pretrained(path)
+        with loading("path", path) as place:
+            config: Any = AutoConfig.from_pretrained(place)
             self._is_clip = config.model_type == "clip"
-            self._model: Any = AutoModel.from_pretrained(path).eval().to(device)
-            self._pixels: Any = AutoImageProcessor.from_pretrained(path)
+            self._model: Any = AutoModel.from_pretrained(place).eval().to(device)
+            self._pixels: Any = AutoImageProcessor.from_pretrained(place)
         self._torch, self._device = torch, device
         self.revision = f"{path} {getattr(config, '_commit_hash', None) or 'local'}"
 

@@ -20,6 +20,7 @@ from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.reading import importlib_version
+from retouch.rewards.scorers.weights import model_path
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
         """
         path = self.options.path
         try:
-            return kind.from_pretrained(path, strict=True)
+            return kind.from_pretrained(model_path(path), strict=True)
         # open_clip raises RuntimeError for files it cannot fetch, transformers 4 ImportError; imscore's ImageReward
         # raises AttributeError with transformers 5
         except (OSError, ValueError, RuntimeError, ImportError, AttributeError) as error:
@@ -116,7 +117,7 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
                 logger.warning(
                     "%s: tensors of %s that the model does not have are ignored: %s", self.options.scorer, path, text
                 )
-                return kind.from_pretrained(path)
+                return kind.from_pretrained(model_path(path))
             missing = "; weights are missing from its file" * ("Missing key" in text)
             raise ConfigError(
                 f"path: given {path!r}, which cannot be loaded ({first_line(error)}{missing}); it needs that "

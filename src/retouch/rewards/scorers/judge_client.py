@@ -382,7 +382,9 @@ class JudgeClient:
             spent = self.budget.used(found.get("usage") or {})
             if spent and self._tokens is not None:
                 self._tokens.take(spent - _TOKENS_OF_IMAGE)
-            served = " ".join(str(found[k]) for k in ("model", "system_fingerprint") if found.get(k))
+            model, fingerprint = (str(found.get(k) or "") for k in ("model", "system_fingerprint"))
+            # a name of one word, which `without_fingerprints` separates from the fingerprint behind it
+            served = f"{'_'.join(model.split())} {fingerprint}".strip()
             self._note_served(one_line(served, self._key, _MOST_NAME))
             choice = found["choices"][0]
             choice["message"].get("content")  # an error where there is none

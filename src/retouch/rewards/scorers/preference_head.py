@@ -113,10 +113,10 @@ class HeadScorer(PackageScorer[HeadReward]):
         o = self.options
         file, version = weights_file(o.path, o.files, o.revision)
         network, heads = split_weights(read_weights(file))
-        with loading("base", o.base):
-            config: Any = transformers.AutoConfig.from_pretrained(o.base)
-            self._tokens: Any = transformers.AutoTokenizer.from_pretrained(o.base)
-            self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(o.base)
+        with loading("base", o.base) as place:
+            config: Any = transformers.AutoConfig.from_pretrained(place)
+            self._tokens: Any = transformers.AutoTokenizer.from_pretrained(place)
+            self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(place)
         self._tokens.add_tokens([_REWARD], special_tokens=True)
         self._reward_token: int = self._tokens.convert_tokens_to_ids(_REWARD)
         self._processor.size = {"shortest_edge": _PIXELS, "longest_edge": _PIXELS}

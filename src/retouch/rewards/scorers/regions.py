@@ -87,8 +87,8 @@ class Sam2Predictor:
         with train_extra():
             import torch
             from transformers import Sam2Model
-        with loading("segmenter", path):
-            model: Any = Sam2Model.from_pretrained(path)
+        with loading("segmenter", path) as place:
+            model: Any = Sam2Model.from_pretrained(place)
         self.torch, self.device = torch, device
         self.model: Any = model.eval().requires_grad_(False).to(device)
         self.model.mask_decoder.dynamic_multimask_via_stability = False  # as MMMG builds its network

@@ -17,6 +17,7 @@ from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.scorers.reading import crop_for, unusable_mask
+from retouch.rewards.scorers.weights import model_path
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class StyleScorer(PackageScorer[StyleReward]):
         """
         from retouch.image_encoder import ImageEncoder
 
-        self._encoder = ImageEncoder.load(self.options.image_encoder, where="image_encoder", resident=True)
+        self._encoder = ImageEncoder.load(model_path(self.options.image_encoder), where="image_encoder", resident=True)
         self._encoder.to(device)
         if self._reader is not None:
             self._reader.load(device)

@@ -92,11 +92,11 @@ class VlmScorer(PackageScorer[VlmReward]):
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
         self._torch, self._device = torch, device
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.options.dtype]
-        with loading("path", self.options.path):
-            model: Any = AutoModelForImageTextToText.from_pretrained(self.options.path, dtype=dtype)
-            self._tokens: Any = AutoTokenizer.from_pretrained(self.options.path)
+        with loading("path", self.options.path) as place:
+            model: Any = AutoModelForImageTextToText.from_pretrained(place, dtype=dtype)
+            self._tokens: Any = AutoTokenizer.from_pretrained(place)
             # the one that needs no torchvision
-            self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(self.options.path)
+            self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(place)
         self._model = model.eval().to(device)
         self._processor.size = {**dict(self._processor.size), "longest_edge": self.options.max_pixels}
         if self._tokens.convert_tokens_to_ids(_IMAGE) != model.config.image_token_id:

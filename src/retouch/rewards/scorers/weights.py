@@ -26,16 +26,21 @@ def train_extra(what: str = "this reward") -> Iterator[None]:
 
 
 @contextmanager
-def loading(option: str, path: str) -> Iterator[None]:
-    """Inside, transformers loads what an option names: a hub id that is not to be had, or a folder that it cannot read,
-    is a ConfigError of the option."""
+def loading(option: str, path: str) -> Iterator[str]:
+    """Inside, transformers loads what an option names, by the path that this returns: a hub id that is not to be had,
+    or a folder that it cannot read, is a ConfigError of the option."""
     require_hub(option, path)
     try:
-        yield
+        yield model_path(path)
     except Exception as error:
         if (problem := why_unreadable(error)) is None:
             raise
         raise ConfigError(f"{option}: given {path!r}: {problem}") from None
+
+
+def model_path(path: str) -> str:
+    """The path or hub id as libraries take it: they do not expand `~`."""
+    return str(expanded(path)) if path.startswith("~") else path
 
 
 def named_file(option: str, given: str) -> Path:
