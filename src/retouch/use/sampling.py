@@ -115,7 +115,8 @@ def into_source(item: ItemFiles, image: Image.Image, box: Box, section: DataSect
     if item.source_path is None or item.mask_path is None:
         return image
     source = to_rgb(open_image(item.source_path))
-    mask, _ = read_mask(open_image(item.mask_path), str(item.mask_path), invert=section.image_options.invert_mask)
+    invert = item.inverts_mask(section.image_options)
+    mask, _ = read_mask(open_image(item.mask_path), str(item.mask_path), invert=invert)
     page = source.copy()
     page.paste(image.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.LANCZOS), box[:2])
     return Image.fromarray(paste_back(np.asarray(source), np.asarray(page), np.asarray(mask), feather))
