@@ -16,6 +16,7 @@ from retouch.config import RunConfig
 from retouch.config.needs import takes_references
 from retouch.data.base import DataSection, ItemFiles
 from retouch.errors import ConfigError, RetouchError
+from retouch.imaging import to_rgb
 from retouch.use.items import SampleRequest, items_to_sample
 from retouch.use.loaded import Loaded, for_items, free_memory
 from retouch.use.sampling import generate
@@ -155,7 +156,7 @@ def _request(drawing: Drawing | None, asked: Asked, *, edits: bool) -> SampleReq
     """The request for `items_to_sample`; with `edits` an empty mask means the whole image."""
     if drawing is None or drawing["background"] is None:
         raise ConfigError("choose an image first")
-    source = drawing["background"].convert("RGB")
+    source = to_rgb(drawing["background"])
     paint = [np.asarray(layer.convert("RGBA"))[..., 3] for layer in drawing["layers"]]
     mask = np.maximum.reduce(paint) if paint else np.zeros((source.height, source.width), np.uint8)
     painted = bool(mask.any())
