@@ -25,8 +25,11 @@ MARKS += ["<|video_pad|>"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vlm(tmp_path_factory.mktemp("vlm"))
+
+
+def tiny_vlm(path: Path) -> Path:
     """Random weights; "yes", "No" and their like are tokens beside the bytes."""
-    path = tmp_path_factory.mktemp("vlm")
     vocabulary = {chr(c): i for i, c in enumerate(bytes_to_characters())}
     tokens = Qwen2Tokenizer(vocab=vocabulary, merges=[], eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokens.add_special_tokens({"additional_special_tokens": MARKS})
