@@ -234,4 +234,4 @@ def test_embeddings_that_are_not_finite_are_failures() -> None:
                 parameter.fill_(torch.nan)
         other = RewardItem(1, "another sign", 255 - image, reference=image[::-1], metadata={"other_prompts": ["a cat"]})
         [outcome] = score_checked(scorer, [other])
-        assert isinstance(outcome, Failure) and outcome.code == "scorer_error" and "not finite" in outcome.message
+        assert isinstance(outcome, Failure) and outcome.code == "scorer_error" and "contains NaN" in outcome.message

@@ -144,8 +144,8 @@ def _checks() -> tuple[str, str]:
 
 def fingerprint(item: ItemFiles) -> bytes:
     """Digest of everything that decides whether the item can be used: its fields, the lines that must lie inside its
-    image, and size and modification time of its files. Of the prompt only whether it is empty counts; further metadata
-    and the difficulty are for rewards and curricula."""
+    image, and size and modification time of its files. A prompt counts as empty or not; further metadata and the
+    difficulty are for rewards and curricula."""
     files = files_of(item)
     own = [field.name for field in fields(item) if field.name not in {*_UNCHECKED, *files, "more_paths"}]
     parts: list[object] = [(name, getattr(item, name)) for name in own]

@@ -72,7 +72,7 @@ def percentile(values: Collection[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class _Request:
-    """What servers are asked; `deadline` is on the clock of `time.monotonic`."""
+    """Items to score by some rewards until `deadline`, on the clock of `time.monotonic`."""
 
     items: list[RewardItem]
     rewards: Sequence[str]
@@ -320,7 +320,7 @@ class RewardClient:
             for server in unanswered:
                 server.excused()
         best = max(unanswered.values(), key=_scores_in, default=Columns())
-        # scores of some rewards, which may have a price, are not asked for again
+        # scores of some rewards, which may have a price, are not requested again
         told = best if refusal.final or answered or _scores_in(best) else {}
         return refusal.outcomes(wanted, len(items)) | told | answered
 

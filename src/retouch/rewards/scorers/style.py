@@ -84,7 +84,7 @@ class StyleScorer(PackageScorer[StyleReward]):
         region, reference = self._encoder([Image.fromarray(crop_for(item, 0.0)), Image.fromarray(item.reference)])
         cosine = float(region @ reference / (region.norm() * reference.norm()))
         if not math.isfinite(cosine):  # max would make it 0
-            return Failure("scorer_error", "the embedding of the region or of the reference is not finite")
+            return Failure("scorer_error", "the embedding of the region or of the reference contains NaN or Inf")
         similarity = max(0.0, cosine)
         if reading is None:
             return Score(similarity, {"similarity": similarity})
