@@ -34,6 +34,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Result:
     rows: Sequence[dict[str, Any]]
     images: Sequence[np.ndarray[Any, Any]]
+    raw: Sequence[np.ndarray[Any, Any]] = ()
 
 
 def result(levels: Sequence[int]) -> Result:
@@ -86,6 +87,17 @@ def test_the_judge_gets_the_crop_and_the_source() -> None:
         win_rates({"better": chosen}, RESULTS, examples, [("base", "newest")])
         shown = pictures(server.asked[-1])
     assert [picture.shape for picture in shown] == [(4, 4, 3)] * 3 and int(shown[0].max()) == 9
+
+
+@pytest.mark.parametrize("paste_back", [True, False])
+def test_the_judge_gets_the_composite_or_the_raw_image_as_its_entry_says(paste_back: bool) -> None:
+    raw = {name: Result(one.rows, one.images, [255 - image for image in one.images]) for name, one in RESULTS.items()}
+    with OpenAIServer() as server:
+        judges = {"better": entry(server, paste_back=paste_back)}
+        win_rates(judges, raw, EXAMPLES[:3], [("base", "newest")])
+        shown = {int(picture[0, 0, 0]) for asked in server.asked[2:] for picture in pictures(asked)}
+    levels = {int(image[0, 0, 0]) for one in RESULTS.values() for image in one.images}
+    assert shown == (levels if paste_back else {255 - level for level in levels})
 
 
 def test_images_of_an_example_are_one_unit() -> None:

@@ -25,7 +25,7 @@ from PIL import Image
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.types import Diverged
-from retouch.use.page import Asked, Studio, page
+from retouch.use.page import Asked, Studio, _request, page
 from retouch.use.trained import Trained
 from tests.command_line import retouch
 from tests.test_use import drawn, inside, pixels
@@ -61,6 +61,14 @@ def test_base_and_trained_as_sample_draws_them(
     hole = inside(signs / "held_out/test200_mask.png")
     assert np.array_equal(np.asarray(trained)[~hole], pixels(signs / "held_out/test200_source.png")[~hole])
     assert not np.array_equal(by_run, by_base)
+
+
+def test_transparent_pixels_are_white_as_sample_shows_them(studio: Studio, drawing: dict[str, Any]) -> None:
+    """An editor hands over pictures with an alpha channel, and colours below it that no viewer shows."""
+    hidden = np.dstack([np.full((32, 64, 3), (200, 30, 30)), np.zeros((32, 64))]).astype(np.uint8)
+    request = _request({**drawing, "background": Image.fromarray(hidden)}, Asked(text="SALE"), edits=False)
+    assert isinstance(request.image, Image.Image) and request.image.mode == "RGB"
+    assert np.asarray(request.image).min() == 255
 
 
 def test_a_prompt_is_taken_as_it_is(studio: Studio, drawing: dict[str, Any]) -> None:

@@ -229,7 +229,7 @@ def test_several_texts_have_a_region_each(
     assert [line.bounds for line in parse_lines(item.metadata["lines"])] == [*boxes]
     inverted = tuple(Image.fromarray(~np.asarray(Image.open(tmp_path / f"region{n}.png"))) for n in (0, 1))
     section, [other] = items_to_sample(config(), replace(request, boxes=(), masks=inverted, invert_mask=True))
-    assert other.metadata == item.metadata and not section.image_options.invert_mask
+    assert other.metadata == item.metadata and not other.inverts_mask(section.image_options)
     assert np.array_equal(np.asarray(open_image(other.mask_path)) > 0, hole)
 
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,37 @@ def test_a_mask_of_another_item_that_a_reference_belongs_to_counts(bench: Bench)
     changed = fingerprint(item)
     (bench.folder / "test1_mask.png").unlink()
     assert len({before, changed, fingerprint(item)}) == 3
+
+
+def test_every_field_of_an_item_is_part_of_its_fingerprint_or_decides_nothing(tmp_path: Path) -> None:
+    """Of a new field too. A line that left its image would end a run at its first access."""
+    picture().save(tmp_path / "a.png")
+    file = tmp_path / "a.png"
+    other: dict[str, Any] = {
+        **{field.name: file for field in fields(ItemFiles) if field.name.endswith("_path")},
+        "id": 2, "prompt": " ", "target": "source", "crops_reference": True, "mask_is_made": True,
+        "more_paths": (file,), "metadata": {"lines": [{"text": "A", "box": [0, 0, 9, 9]}]},
+    }  # fmt: skip
+    item = ItemFiles(1, "p")
+    assert {field.name for field in fields(ItemFiles)} == {*other, "difficulty"}
+    prints = {name: fingerprint(replace(item, **{name: value})) for name, value in other.items()}
+    assert len({*prints.values(), fingerprint(item)}) == len(other) + 1
+    same = {"prompt": "q", "difficulty": 0.5, "metadata": {"text": "B"}}
+    assert {fingerprint(replace(item, **{name: value})) for name, value in same.items()} == {fingerprint(item)}
+
+
+def test_a_line_that_moved_outside_its_image_is_found_at_the_start(tmp_path: Path) -> None:
+    picture().save(tmp_path / "a.png")
+    box_mask().save(tmp_path / "m.png")
+    config = ManifestData(path=str(tmp_path / "list.json"), resolution=(32, 48), max_bad_items=0)
+    for left in (10, 100):
+        line = {"text": "A", "box": [left, 8, left + 20, 18]}
+        entry = {"prompt": "x", "image_path": "a.png", "mask_path": "m.png", "lines": [line]}
+        (tmp_path / "list.json").write_text(json.dumps([entry]))
+        if left == 10:
+            load_dataset(config)
+    with pytest.raises(DataError, match="of its place lies outside"):
+        load_dataset(config)
 
 
 def test_a_broken_item_is_read_at_every_start(bench: Bench) -> None:

@@ -12,9 +12,10 @@ import yaml
 from PIL import Image, ImageOps
 
 from retouch.config import ConfigError
-from retouch.data.base import DataError
-from retouch.data.dataset import load_dataset
+from retouch.data.base import DataError, ItemFiles
+from retouch.data.dataset import load_dataset, read_item
 from retouch.data.formats.calligrapher import SelfBenchData
+from retouch.data.formats.manifest import ManifestData
 from retouch.data.validate import Finding, validate, validation_table
 from retouch.imaging import Box, ImageProblem, mask_box
 from tests.command_line import retouch
@@ -104,6 +105,35 @@ def test_inverted_masks(bench: Bench) -> None:
     box_mask().point(lambda v: 255 - v).save(bench.folder / "test1_mask.png")
     (example,) = load_dataset(config.model_copy(update={"invert_mask": True}))
     assert pixels(example.mask) == pixels(box_mask())
+
+
+@pytest.mark.parametrize("invert", [False, True])
+def test_masks_that_are_made_from_lines_are_not_inverted(tmp_path: Path, invert: bool) -> None:
+    """Beside a mask of a file, which is: both examples repaint the same box."""
+    left, top, right, bottom = HOLE
+    picture().save(tmp_path / "a.png")
+    box_mask().point(lambda v: 255 - v if invert else v).save(tmp_path / "m.png")
+    by_lines = {
+        "prompt": "p",
+        "image_path": "a.png",
+        "lines": [{"text": "A", "box": [left, top, right - 1, bottom - 1]}],
+    }
+    (tmp_path / "list.json").write_text(
+        json.dumps([{"prompt": "p", "image_path": "a.png", "mask_path": "m.png"}, by_lines])
+    )
+    config = ManifestData(path=str(tmp_path / "list.json"), resolution=(32, 48), invert_mask=invert, max_bad_items=0)
+    by_file, made = load_dataset(config)
+    assert pixels(by_file.mask) == pixels(made.mask) == pixels(box_mask())
+
+
+def test_the_mask_of_a_reference_is_inverted_as_the_others_are(tmp_path: Path) -> None:
+    """The mask that cuts a reference of its size to its text is a file of the data set, too."""
+    picture().save(tmp_path / "a.png")
+    box_mask().point(lambda v: 255 - v).save(tmp_path / "m.png")
+    image, mask = tmp_path / "a.png", tmp_path / "m.png"
+    item = ItemFiles(1, "p", image, mask, reference_path=image, reference_mask_path=mask)
+    example, _ = read_item(item, ManifestData(path="", resolution=(32, 48), invert_mask=True))
+    assert pixels(example.reference) == pixels(picture().crop(HOLE))
 
 
 # --- lists ---

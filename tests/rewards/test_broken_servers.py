@@ -100,6 +100,35 @@ def test_a_reply_with_more_scores_is_kept_where_none_is_whole() -> None:
                 assert kit.right(batch, found["other"]) == 4 and not kit.right(batch, found[kit.REWARD])
 
 
+def test_another_server_is_asked_for_the_rewards_without_an_answer_alone() -> None:
+    """A judge that has answered is not asked, and paid, again because a reward beside it failed; of a server that
+    breaks the protocol for one reward nothing is kept."""
+    for broken, again in ((kit.one_of_two_raises, [kit.REWARD]), (kit.out_of_range, REWARDS)):
+        asked: list[list[str]] = []
+
+        def noted(one: Any, asked: list[list[str]] = asked) -> None:
+            asked.append(one.manifest["rewards"])
+            kit.sound(one)
+
+        with kit.Stub(broken) as half, kit.Stub(noted) as whole, client_of(half.url, whole.url) as client:
+            batch = kit.items(4)
+            found = client.score(batch)
+            assert [kit.right(batch, found[name]) for name in REWARDS] == [4, 4] and list(found) == REWARDS
+        assert (half.requests, asked) == (1, [again])
+
+
+def test_two_servers_that_answer_one_reward_each_answer_both() -> None:
+    def other_raises(one: Any) -> None:
+        if one.manifest["rewards"] == [kit.REWARD]:
+            kit.sound(one)
+        else:
+            kit.raises(one)
+
+    with kit.Stub(kit.one_of_two_raises) as a, kit.Stub(other_raises) as b, client_of(a.url, b.url) as client:
+        batch = kit.items(4)
+        assert [kit.right(batch, client.score(batch)[name]) for name in REWARDS] == [4, 4]
+
+
 def test_two_servers_at_once_without_an_answer_are_asked_once_each() -> None:
     """With `hedge_after_s` both replies count, each for its server."""
 

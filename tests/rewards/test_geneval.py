@@ -226,6 +226,10 @@ def test_networks_of_transformers_in_this_process(tmp_path: Path) -> None:
     scorer.load("cpu")
     label = one.label
     metadata = {"tag": "colors", "include": [{"class": label, "count": 1, "color": "red"}]}
+    clauses = [SimpleNamespace(label=label, count=count, color="red") for count in (2, 1)]  # in either order
+    wider = scorer._detect(pixels, 0.0, clauses)[label]
+    assert len(wider) > 1 and all(one.color in COLORS for one in wider[:2])
+    assert wider[:3] == scorer._detect(pixels, 0.0, clauses[::-1])[label][:3]
     objects = scorer._detect(pixels, 0.0, [SimpleNamespace(label=label, count=1, color="red")])
     assert objects[label][0].color in COLORS and objects[label][0].box == one.box
     outcomes = score_checked(scorer, [item(0, image=pixels, metadata=metadata), item(1, metadata=metadata)])

@@ -22,6 +22,8 @@ from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.clip import ClipTowers
 from retouch.rewards.scorers.imscore import ImscoreReward
+from retouch.rewards.scorers.kept_area import KeptAreaReward
+from retouch.rewards.scorers.lpips import LpipsReward
 from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.tiny.signs import draw_sign
 from retouch.types import Failure, Score
@@ -304,6 +306,12 @@ def test_preservation_of_the_composite_is_advised_against() -> None:
     assert PreservationReward().advice("preservation") == []
     [warning] = PreservationReward(paste_back=True).advice("kept")
     assert warning.startswith("rewards.kept.paste_back: given true") and "gradient 0; set paste_back=false" in warning
+    files: dict[str, str] = {"backbone": "vgg16.pth", "heads": "vgg.pth"}
+    for entry in (KeptAreaReward(paste_back=True), LpipsReward(**files, region="kept")):
+        [warning] = entry.advice("kept")
+        assert "every value is" in warning
+    assert not KeptAreaReward().advice("kept") and not LpipsReward(**files).advice("kept")
+    assert not LpipsReward(**files, region="kept", paste_back=False).advice("kept")
 
 
 def test_rounding_an_image_and_back() -> None:

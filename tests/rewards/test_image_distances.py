@@ -25,7 +25,12 @@ TAPS = (2, 7, 14, 21, 28)
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder, source = tmp_path_factory.mktemp("lpips"), torch.Generator().manual_seed(0)
+    return tiny_vgg(tmp_path_factory.mktemp("lpips"))
+
+
+def tiny_vgg(folder: Path) -> tuple[Path, Path]:
+    """Random weights of a backbone and of heads."""
+    source = torch.Generator().manual_seed(0)
     backbone: dict[str, torch.Tensor] = {"classifier.0.weight": torch.zeros(1)}
     for number, (width, out) in WIDTHS.items():
         backbone[f"features.{number}.weight"] = torch.randn(out, width, 3, 3, generator=source) / (3 * width**0.5)

@@ -21,11 +21,12 @@ from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.scorers.seam import SeamReward
 from retouch.rewards.table import RewardTable
 from retouch.tiny.signs import draw_sign
-from retouch.types import Failure, Outcome
+from retouch.types import Failure, Outcome, Score
 from tests.rewards.fakes import (
     Brightness,
     Gated,
     Poisoned,
+    Scripted,
     Unloadable,
     brightness,
     half_mask,
@@ -164,6 +165,24 @@ def test_a_probe_waits_for_no_reward_of_weight_0() -> None:
     assert list(table.golden) == ["jpeg_size"]
     gate.open()
     table.close()
+
+
+def test_a_scorer_that_ran_out_of_memory_gets_no_larger_batch_again() -> None:
+    """On a training GPU each such error is a failed forward and an emptied cache."""
+    errors: list[int] = []
+
+    def little(batch: Sequence[RewardItem]) -> list[Outcome]:
+        if len(batch) > 4:
+            errors.append(len(batch))
+            raise MemoryError
+        return [Score(brightness(one)) for one in batch]
+
+    local = LocalRewards({"b": Scripted(little)})
+    batch = items(32)
+    for _ in range(5):
+        assert values(local.submit(batch).result()["b"]) == [brightness(one) for one in batch]
+    local.close()
+    assert sorted(errors, reverse=True) == [32, 16, 16, 8, 8, 8, 8]  # of the first batch
 
 
 def test_an_empty_batch() -> None:

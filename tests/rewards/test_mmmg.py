@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from retouch.config import ConfigError
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.mmmg import _in_turn
 from retouch.types import Failure, Outcome, Score
 from tests.rewards.fakes import item, score_checked, values
 from tests.rewards.openai_server import KEY, OpenAIServer, fields_of, pictures, text_of
@@ -125,6 +128,24 @@ def test_a_judge_that_fails_on_some_rows_fails_just_these() -> None:
 
 
 # --- readability ---
+
+
+def test_threads_of_the_judge_call_a_function_of_the_user_in_turn() -> None:
+    """It may keep an image between two of its steps, as the package's own counter does."""
+    at_once, most = 0, 0
+
+    def regions(image: Any) -> float:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.02)
+        at_once -= 1
+        return 1.0
+
+    counted = _in_turn(regions)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(counted, range(4))) == [1.0] * 4
+    assert most == 1
 
 
 def test_regions_of_a_function_lower_the_score(monkeypatch: pytest.MonkeyPatch) -> None:

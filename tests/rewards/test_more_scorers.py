@@ -4,6 +4,7 @@ model of the same classes."""
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,35 @@ def test_the_revision_names_the_model(tiny_clip: Path) -> None:
     assert str(tiny_clip) in loaded("clip", tiny_clip).spec.revision
 
 
+def test_a_network_computes_in_fp32_whatever_its_file_has(tiny_clip: Path, tmp_path: Path) -> None:
+    """transformers takes the precision of the file: cosines would have steps of .002. The revision names it."""
+    from transformers import CLIPModel
+
+    batch = [item(i, image=picture(i, 40, 40), prompt="a" * i) for i in range(4)]
+    shutil.copytree(tiny_clip, tmp_path, dirs_exist_ok=True)
+    model: Any = CLIPModel.from_pretrained(tiny_clip)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    small = loaded("clip", tmp_path)
+    model.float().save_pretrained(tmp_path)  # the same weights, rounded, in fp32
+    whole = loaded("clip", tmp_path)
+    assert small._towers.model.dtype == torch.float32 and f"{tmp_path} fp32 local" in small.spec.revision
+    assert values(score_checked(small, batch)) == values(score_checked(whole, batch))
+
+
+def test_images_are_prepared_by_pillow_whether_or_not_torchvision_is_installed(tiny_clip: Path) -> None:
+    """torchvision resizes differently, and a server has it where the run does not."""
+    from retouch.rewards.scorers import weights
+
+    asked: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.AutoImageProcessor.from_pretrained", lambda path, **how: asked.append(how))
+        weights.image_processor(str(tiny_clip))
+    assert asked == [{"backend": "pil"}]
+    assert type(weights.image_processor(str(tiny_clip))).__name__ == "CLIPImageProcessorPil"
+    sources = [file.read_text(encoding="utf-8") for file in Path(weights.__file__).parent.glob("*.py")]
+    assert sum(source.count("AutoImageProcessor.from_pretrained") for source in sources) == 1
+
+
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"path: given .*nowhere"):
         loaded("clip", tmp_path / "nowhere")
@@ -185,3 +215,23 @@ def test_clip_r_precision_ranks_the_prompt_among_others() -> None:
     for others in (None, [], ["a", 1], "a"):
         [failed] = ranks.score([RewardItem(0, "a", image, metadata={"other_prompts": others})])
         assert isinstance(failed, Failure) and "must be a list of 1 to 1000 texts" in failed.message
+
+
+def test_embeddings_that_are_not_finite_are_failures() -> None:
+    """NaN is above nothing, which would be the first rank, and max(0, NaN) is 0."""
+    image = picture(1, 40, 40)
+    for name, options in (
+        ("clip_r_precision", {"path": tiny_models.tiny_clip()}),
+        ("style", {"image_encoder": "tiny", "gate": 0.0}),
+    ):
+        scorer: Any = make_scorer(name, options)
+        scorer.load("cpu")
+        one = RewardItem(0, "a sign", image, reference=image, metadata={"other_prompts": ["two cats"]})
+        assert isinstance(score_checked(scorer, [one])[0], Score)
+        network = scorer._towers.model if name == "clip_r_precision" else scorer._encoder.model
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.fill_(torch.nan)
+        other = RewardItem(1, "another sign", 255 - image, reference=image[::-1], metadata={"other_prompts": ["a cat"]})
+        [outcome] = score_checked(scorer, [other])
+        assert isinstance(outcome, Failure) and outcome.code == "scorer_error" and "contains NaN" in outcome.message

@@ -185,6 +185,16 @@ def test_lines_are_read_at_their_places(line_ocr: OcrScorer) -> None:
 
 
 @pytest.mark.full
+def test_a_line_at_its_place_leaves_the_engine_as_it_was(line_ocr: OcrScorer) -> None:
+    """Later lines that are found would be padded to its width: "TO LET" became "TOLET"."""
+    recognizer = line_ocr.engine._load_rec_model()
+    before = dict(vars(recognizer))
+    wide = np.full((60, 660, 3), 255, np.uint8)
+    line = {"text": "A", "box": [4, 4, 650, 52]}
+    [outcome] = engine_of(line_ocr).score([RewardItem(0, "p", wide, metadata={"lines": [line]})])
+    assert isinstance(outcome, Score) and vars(recognizer) == before
+
+
 def test_lines_are_found_in_an_image(finding_ocr: OcrScorer) -> None:
     (outcome,) = engine_of(finding_ocr).score([RewardItem(0, 'a sign: "BERU" and "MOKA"', two_lines())])
     assert isinstance(outcome, Score) and outcome.value == 1.0 and outcome.detail["text"] == "BERU / MOKA"

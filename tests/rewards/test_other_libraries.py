@@ -129,7 +129,7 @@ def red_hole() -> Any:
 
 def test_paddleocr_reads_the_lines_of_the_hole(paddleocr: list[Any]) -> None:
     scorer = make_scorer("ocr", {"engine": "paddleocr", "threads": 2})
-    scorer.load("cuda:0")
+    scorer.load("cuda:1")
     found, nothing = score_checked(
         scorer, [red_hole(), item(1, metadata={"text": "A"}, image=np.zeros((8, 8, 3), np.uint8))]
     )
@@ -139,7 +139,7 @@ def test_paddleocr_reads_the_lines_of_the_hole(paddleocr: list[Any]) -> None:
     made, crop, _ = paddleocr
     assert made == {
         "use_doc_orientation_classify": False, "use_doc_unwarping": False, "use_textline_orientation": False,
-        "text_rec_score_thresh": 0.0, "device": "gpu", "cpu_threads": 2,
+        "text_rec_score_thresh": 0.0, "device": "gpu:1", "cpu_threads": 2,
     }  # fmt: skip
     assert crop.shape == (4, 8, 3) and crop[..., 2].min() == 255 and crop[..., :2].max() == 0
     assert scorer.spec.revision.startswith("paddleocr 3.7.0 ")

@@ -17,6 +17,9 @@ from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.pairing import Preference, group_outcomes, pairs_of
+from retouch.rewards.scorers.pairwise import PairwiseReward
+from retouch.rewards.scorers.textedit_judge import TextEditJudgeReward
+from retouch.rewards.scorers.unified_reward import UnifiedRewardReward
 from retouch.types import Failure, Score
 from tests.config.conftest import BASE
 from tests.rewards.fakes import item, score_checked, values
@@ -55,6 +58,20 @@ def test_swapping_the_images_gives_the_mirrored_answer(forward: float, backward:
     assert found.mirrored.margin == -found.margin and found.mirrored.mirrored == found
     assert found.mirrored.bias == found.bias and found.mirrored.depends_on_order == found.depends_on_order
     assert found.wins + found.mirrored.wins == pytest.approx(1, abs=1e-15)
+
+
+def test_a_crop_is_not_compared_with_a_whole_reference_without_a_warning() -> None:
+    judge: dict[str, Any] = {"model": "judge", "crop": "mask_box"}
+    entries = [
+        PairwiseReward(**judge, against="reference"),
+        UnifiedRewardReward(**judge, form="pair", against="reference"),
+        TextEditJudgeReward(**judge),
+    ]
+    for entry in entries:
+        [warning] = entry.advice("better")
+        assert warning.startswith("rewards.better.crop: given 'mask_box', but the reference image stays whole")
+        assert not entry.model_copy(update={"crop": "none"}).advice("better")
+    assert not PairwiseReward(**judge).advice("better")
 
 
 def test_position_bias_is_measured_and_leaves_the_preference() -> None:

@@ -125,7 +125,10 @@ def head_weights(prefix: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def hpsv3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hpsv3")
+    return tiny_hpsv3(tmp_path_factory.mktemp("hpsv3"))
+
+
+def tiny_hpsv3(path: Path) -> Path:
     old = {n.replace("language_model.", "model."): t for n, t in base(path, "Qwen2VL").items()}
     save_file({**old, **head_weights("rm_head"), "lm_head.weight": torch.zeros(4)}, path / "HPSv3.safetensors")
     return path
@@ -133,7 +136,10 @@ def hpsv3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def editreward(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("editreward")
+    return tiny_editreward(tmp_path_factory.mktemp("editreward"))
+
+
+def tiny_editreward(path: Path) -> Path:
     network = {f"model.{name}": t for name, t in base(path, "Qwen2_5VL").items()}
     heads = {**head_weights("rm_heads.head_0"), **head_weights("rm_heads.head_1")}
     torch.save({"model": {**network, **heads}}, path / "model.pth")

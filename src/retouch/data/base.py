@@ -45,6 +45,7 @@ class ItemFiles:
             its box.
         difficulty: sort key of a curriculum.
         more_paths: source images beside the one that is edited, in order.
+        mask_is_made: the mask is no file of the data set and white where to repaint, whatever `invert_mask` is.
     """
 
     id: int
@@ -62,6 +63,11 @@ class ItemFiles:
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     difficulty: float = 0.0
     more_paths: tuple[Path | PackedImage, ...] = ()
+    mask_is_made: bool = False
+
+    def inverts_mask(self, options: ImageOptions) -> bool:
+        """Whether black pixels of the mask are repainted."""
+        return options.invert_mask and not self.mask_is_made
 
 
 @dataclass(frozen=True)
@@ -285,7 +291,8 @@ class ImageSection(DataSection):
     fit: Fit = "crop"
     """"crop" scales to cover and cuts a window around the mask; "stretch" ignores the aspect ratio."""
     invert_mask: bool = False
-    """Invert the masks: for masks that mark the region to keep."""
+    """Invert the masks: for masks that mark the region to keep. Masks that are made from the places of `lines` stay as
+    they are."""
     reference: ReferenceRole = "given"
     """Style reference of an item. "given": its own file. "mask_box": if it has no file, the mask box of the target
     (else of the source). "half_box", for supervised steps: one half of that box is the reference and only the other

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -44,6 +45,9 @@ _SLICE = 8
 
 _BYTES = 16
 """Length of a fingerprint."""
+
+_UNCHECKED = {"prompt", "difficulty", "metadata"}
+"""Fields of an item that decide nothing as a whole; `fingerprint` names the parts that do."""
 
 
 class Alone:
@@ -144,16 +148,20 @@ def _checks() -> tuple[str, str]:
     """Versions of what checks an item: Pillow and this package."""
     package = Path(retouch.__file__).parent
     source = hashlib.blake2b(digest_size=_BYTES)
-    for file in ("imaging.py", "colour_profiles.py", "data/base.py", "data/dataset.py"):
-        source.update((package / file).read_bytes())
+    for name in ("imaging.py", "colour_profiles.py", "lines.py", "data/base.py", "data/dataset.py", "data/lists.py"):
+        source.update((package / name).read_bytes())
     return PIL.__version__, source.hexdigest()
 
 
 def fingerprint(item: ItemFiles) -> bytes:
-    """Digest of everything that decides whether the item can be used: its fields, and size and modification time of
-    its files."""
-    parts: list[object] = [item.id, item.target, bool(item.prompt.strip())]
-    for name, file in files_of(item).items():
+    """Digest of everything that decides whether the item can be used: its fields, the lines that must lie inside its
+    image, and size and modification time of its files. A prompt counts as empty or not; further metadata and the
+    difficulty are for rewards and curricula."""
+    files = files_of(item)
+    own = [field.name for field in fields(item) if field.name not in {*_UNCHECKED, *files, "more_paths"}]
+    parts: list[object] = [(name, getattr(item, name)) for name in own]
+    parts += [bool(item.prompt.strip()), item.metadata.get("lines")]
+    for name, file in files.items():
         place = file.digest if isinstance(file, PackedImage) else (str(file.absolute()), *_state(file))
         parts.append((name, place))
     return hashlib.blake2b(repr(parts).encode(), digest_size=_BYTES).digest()

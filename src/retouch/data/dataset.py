@@ -202,10 +202,10 @@ def _with_read_prompts(
 
 
 def _told_of(item: ItemFiles) -> tuple[object, ...]:
-    """Id, prompt, target text and names of the files of an item: an id that is a position is the same in every list,
-    and folders may differ."""
+    """Id, prompt, target text with its lines, and names of the files of an item: an id that is a position is the same
+    in every list, and folders may differ."""
     files = [(role, f.digest if isinstance(f, PackedImage) else f.name) for role, f in files_of(item).items()]
-    return item.id, item.prompt, item.metadata.get("text"), files
+    return item.id, item.prompt, item.metadata.get("text"), item.metadata.get("lines"), files
 
 
 def all_embedded(items: Iterable[ItemFiles]) -> bool:
@@ -288,7 +288,8 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
             images[role] = to_rgb(open_image(path))
     mask, channel, doubt = None, None, None
     if item.mask_path and config.has_images:
-        read = mask_reading(open_image(item.mask_path), str(item.mask_path), invert=options.invert_mask)
+        invert = item.inverts_mask(options)
+        read = mask_reading(open_image(item.mask_path), str(item.mask_path), invert=invert)
         mask, channel, doubt = read.mask, read.channel, read.doubt
         if "source" in images:
             _require_same_size(mask, images["source"], str(item.mask_path), "mask", "source")
@@ -345,7 +346,8 @@ def _set_roles(
         images |= {"target": reference} if item.target == "auto" else {}
         reference = images["reference"] = reference.crop(mask_box(mask))
     if reference is not None and item.reference_mask_path is not None and is_file(item.reference_mask_path):
-        other, _ = read_mask(open_image(item.reference_mask_path), str(item.reference_mask_path))
+        place = item.reference_mask_path
+        other, _ = read_mask(open_image(place), str(place), invert=options.invert_mask)
         if other.size == reference.size:
             images["reference"] = reference.crop(mask_box(other))
     shown = images.get("target", source)

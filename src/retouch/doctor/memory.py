@@ -20,6 +20,7 @@ from retouch.doctor.line import Line, size
 from retouch.doctor.machine import Gpus
 from retouch.doctor.model import Found, Shapes, find_model
 from retouch.doctor.networks import Networks, asked_adapter, build_networks
+from retouch.doctor.scorers import scorers_beside
 from retouch.families.base import Model, TrainFull, TrainIpAdapter, TrainLora
 from retouch.registry import load_attribute
 
@@ -248,8 +249,8 @@ def checkpoint_bytes(run: RunConfig, weights: Counted) -> int:
 
 
 def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = None) -> dict[str, Any]:
-    """The report of `retouch check --memory`: `device_bytes`, `host_bytes`, the `parts` of both, and for vlm_grpo also
-    the `phases`.
+    """The report of `retouch check --memory`: `device_bytes`, `host_bytes`, the `parts` of both, `notes` on what is not
+    counted, and for vlm_grpo also the `phases`.
 
     Args:
         launch: how TRL's trainer is sharded, for vlm_grpo.
@@ -269,19 +270,33 @@ def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = N
     if run.algorithm.trains_text_encoder:
         from retouch.doctor.vlm_memory import report_vlm
 
-        return report_vlm(run, networks.parts, dropped_tokens(run.model, found), launch or Launch(), world_size)
+        dropped = dropped_tokens(run.model, found)
+        report = report_vlm(run, networks.parts, dropped, launch or Launch(), world_size)
+        return _with_rewards(report, run, world_size)
     weights = count_weights(run, networks)
     if weights is None:
         raise ConfigError(
             "--memory: not counted: "
             + (found.missing if found.missing and not networks.parts else _unknown(run, networks))
         )
-    return {
+    report = {
         "device_bytes": device_bytes(run, weights, world_size),
         "host_bytes": host_bytes(run, weights),
         "complete": weights.whole,
         "parts": [asdict(part) for part in memory_parts(run, weights, world_size)],
+        "notes": [],
     }
+    return _with_rewards(report, run, world_size)
+
+
+def _with_rewards(report: Mapping[str, Any], run: RunConfig, world_size: int) -> dict[str, Any]:
+    """The report with the networks of the rewards that share a device with the run."""
+    known, unknown = scorers_beside(run, world_size)
+    more = sum(size for _, size in known.values())
+    sums = {name: report[name] + more for name in ("device_bytes", "peak_bytes") if name in report}
+    parts = [asdict(Part(f"rewards.{name}", *counted)) for name, counted in known.items()]
+    notes = [f"rewards.{name}: its networks" for name in unknown]
+    return {**report, **sums, "parts": [*report["parts"], *parts], "notes": [*report["notes"], *notes]}
 
 
 def dropped_tokens(model: Model, found: Found) -> int:
@@ -307,12 +322,13 @@ def memory_table(report: Mapping[str, Any]) -> list[str]:
     unknown = "" if report["complete"] else "; text encoders, VAE or image encoder are not here to be counted"
     on_top = "" if "phases" in report else f"  activations come on top{unknown}"
     lines.append(f"    {'on the device':47} {size(report['device_bytes']):>10}{on_top}")
+    notes = [f"    not counted: {note}" for note in report["notes"]]
     if "phases" not in report:
-        return lines
+        return lines + notes
     lines += [f"    {'+ while it ' + phase['what']:47} {size(phase['bytes']):>10}" for phase in report["phases"]]
     largest = max(report["phases"], key=lambda phase: phase["bytes"])
     lines.append(f"    {'at most':47} {size(report['peak_bytes']):>10}  while it {largest['what']}")
-    return lines + [f"    not counted: {note}" for note in report["notes"]]
+    return lines + notes
 
 
 def _unknown(run: RunConfig, networks: Networks) -> str:
@@ -333,7 +349,9 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
         return Line("warning", "memory", f"not counted: {_unknown(run, networks)}")
     if not weights.trained:
         return Line("fix", "memory", "model.train.targets match no weight of the network; leave targets out")
-    need = device_bytes(run, weights, world_size)
+    scorers, unknown = scorers_beside(run, world_size)
+    beside = sum(count for _, count in scorers.values())
+    need = device_bytes(run, weights, world_size) + beside
     if gpus.usable:
         has, free, where = min(g.memory for g in gpus.usable), min(g.free for g in gpus.usable), "a GPU"
     else:
@@ -342,6 +360,8 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
         free, where = has, "this machine"
     parts = "" if weights.whole else " (text encoders, VAE or image encoder are not here to be counted)"
     frozen = weights.frozen + weights.adapter
+    parts += f", {size(beside)} of networks of {', '.join(scorers)}" if scorers else ""
+    parts += f" (without the networks of {', '.join(unknown)}, whose sizes are not known)" if unknown else ""
     counted = (
         f"{size(need)} counted for {weights.trained:,} trained and {frozen:,} frozen weights of the network"
         f"{parts}, {size(has)} in {where}; activations come on top"

@@ -24,6 +24,7 @@ class LocalRewards:
     def __init__(self, scorers: Mapping[str, Scorer], device: str = "cpu") -> None:
         self.scorers = dict(scorers)
         self.device = device
+        self._checked = {name: CheckedScorer(scorer) for name, scorer in scorers.items()}
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
         self._loading = self._worker.submit(self._load)
 
@@ -68,4 +69,4 @@ class LocalRewards:
                 raise type(error)(problem_of(name, scorer, error)) from None
 
     def _score(self, items: list[RewardItem]) -> dict[str, list[Outcome]]:
-        return {name: CheckedScorer(scorer).score(items) for name, scorer in self.scorers.items()}
+        return {name: checked.score(items) for name, checked in self._checked.items()}

@@ -242,7 +242,7 @@ class CheckedScorer:
                 return [raised(name, error)] * len(items)
             half = len(parts) // 2
             if _out_of_memory(error):
-                self.largest = half
+                self.largest = min(half, self.largest or half)
                 _free_memory()
             return self._attempt(parts[:half]) + self._attempt(parts[half:])
         if raw is None or len(raw) != len(items):

@@ -76,10 +76,12 @@ class Evaluation:
     Attributes:
         rows: per image: example, seed index, text, and every measure by name (None where a reward failed).
         images: the composites, [H, W, 3] uint8.
+        raw: the images as generated; none of an evaluation that was read from files.
     """
 
     rows: list[dict[str, Any]]
     images: list[np.ndarray[Any, Any]] = field(repr=False)
+    raw: list[np.ndarray[Any, Any]] = field(default_factory=list[Any], repr=False)
 
     def means(self) -> dict[str, float]:
         """Mean of every numeric measure over the images that have it, and `failed`, the images with a failed reward."""
@@ -212,7 +214,7 @@ def measured(work: Work, scored: Scored) -> Evaluation:
     if len(generated) > 1:
         for row, distance in zip(rows, nearest_distances(generated), strict=True):
             row[f"{PREFIX}nearest"] = distance
-    return Evaluation(rows, images)
+    return Evaluation(rows, images, scored.images)
 
 
 def evaluation_grid(examples: Sequence[Example], columns: dict[str, Evaluation], count: int) -> Image:

@@ -20,13 +20,17 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluated(Protocol):
-    """The parts of an evaluation that are compared: a row and an image [H, W, 3] uint8 for each sample."""
+    """The parts of an evaluation that are compared: a row, a composite and a raw image [H, W, 3] uint8 for each
+    sample."""
 
     @property
     def rows(self) -> Sequence[Mapping[str, Any]]: ...
 
     @property
     def images(self) -> Sequence[Pixels]: ...
+
+    @property
+    def raw(self) -> Sequence[Pixels]: ...
 
 
 def pair_judges(entries: Mapping[str, RewardEntry]) -> dict[str, PairEntry]:
@@ -89,13 +93,14 @@ def win_rate_of(examples: Sequence[int], found: Sequence[Preference]) -> dict[st
 
 
 def items_of(result: Evaluated, examples: Sequence[Example], entry: RewardEntry) -> dict[tuple[int, int], RewardItem]:
-    """Items for a judge by example and index, cropped by the options of its entry."""
+    """Items for a judge by example and index, with the view of the options of its entry."""
     from retouch.training.scoring import item_of
 
     view = View(crop=entry.crop == "mask_box", margin=entry.box_margin, least=entry.box_min_side)
     by_id = {example.id: example for example in examples}
     found: dict[tuple[int, int], RewardItem] = {}
-    for number, (row, image) in enumerate(zip(result.rows, result.images, strict=True)):
+    images = result.images if entry.paste_back else result.raw
+    for number, (row, image) in enumerate(zip(result.rows, images, strict=True)):
         example = by_id[row["example"]]
         found[row["example"], row["index"]] = viewed(item_of(example, image, number, example.id), view)
     return found

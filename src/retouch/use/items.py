@@ -124,8 +124,6 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
         update=_shared(config.data, ManifestData) | {"reference": "given"} | update
     )
     item = _one_item(config, request, section.invert_mask)
-    if request.boxes or len(request.masks) > 1:  # a mask that is made here is white where to repaint
-        section = section.model_copy(update={"invert_mask": False})
     problem = check_item(
         item, section, needed_pictures(config, training=False, scored=False), mask_crop(config, request)
     )
@@ -159,7 +157,8 @@ def _one_item(config: RunConfig, request: SampleRequest, invert: bool) -> ItemFi
     mask, places = _region(source, request, invert)
     more = tuple(file for image in request.more_images if (file := _file(image, "more-image")) is not None)
     told = text_metadata(request.texts, places)
-    item = ItemFiles(0, prompt, source, mask, _file(request.reference, "reference"), metadata=told, more_paths=more)
+    reference, is_made = _file(request.reference, "reference"), bool(request.boxes) or len(request.masks) > 1
+    item = ItemFiles(0, prompt, source, mask, reference, metadata=told, more_paths=more, mask_is_made=is_made)
     require_more_images(config, "--more-image", [item])
     return item
 

@@ -121,7 +121,8 @@ def into_source(
 ) -> FileImage:
     """Composite a generated image into the `box` of the source of an item, inside the item's mask only."""
     assert item.mask_path is not None
-    mask, _ = read_mask(open_image(item.mask_path), str(item.mask_path), invert=section.image_options.invert_mask)
+    invert = item.inverts_mask(section.image_options)
+    mask, _ = read_mask(open_image(item.mask_path), str(item.mask_path), invert=invert)
     scaled = image.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.LANCZOS)
     return source.composite(scaled, box, np.asarray(mask), feather)
 

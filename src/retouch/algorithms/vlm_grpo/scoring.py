@@ -269,7 +269,7 @@ def evaluation_of(rounds: Sequence[Sequence[ScoredCompletion]]) -> Evaluation:
                     row |= measures(name, column[k])
                 rows.append({**row, "combined": total, "read": one.text})
     images = [image.numpy() for completions in rounds for one in completions for image in one.images]
-    return Evaluation(rows, images)
+    return Evaluation(rows, images, images)
 
 
 def scored_grid(completions: Sequence[ScoredCompletion]) -> Image:

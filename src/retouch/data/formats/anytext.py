@@ -122,6 +122,7 @@ class AnyTextData(AnnotatedData):
             prompt,
             source_path=source,
             mask_path=lines_mask(source, lines),
+            mask_is_made=True,
             target="source",
             metadata=line_fields(lines) | about,
         )
@@ -167,5 +168,6 @@ class TextFluxData(AnnotatedData):
             self.prompt_of(caption, lines),
             source_path=source,
             mask_path=lines_mask(source, lines),
+            mask_is_made=True,
             metadata=line_fields(lines) | {"key": Path(name).stem},
         )

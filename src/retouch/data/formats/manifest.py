@@ -140,6 +140,7 @@ def manifest_item(given: Any, position: int, root: Path, *, mask_lines: bool = T
         embedding_path=paths["t5_embedding_path"],
         metadata={key: value for key, value in entry.items() if key not in known} | written,
         more_paths=tuple(on_disk(root / name) for name in _more_images(entry, paths["image_path"])),
+        mask_is_made=mask is not paths["mask_path"],
     )
 
 

@@ -70,6 +70,16 @@ def percentile(values: Collection[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
+@dataclass(frozen=True)
+class _Request:
+    """Items to score by some rewards until `deadline`, on the clock of `time.monotonic`."""
+
+    items: list[RewardItem]
+    rewards: Sequence[str]
+    id: str
+    deadline: float
+
+
 class RewardClient:
     """Scores on one or more servers that all serve the same rewards.
 
@@ -259,7 +269,8 @@ class RewardClient:
         return {name: [outcome for reply in replies for outcome in reply[name]] for name in self.rewards}
 
     async def _score_chunk(self, items: list[RewardItem], asked: float) -> Columns:
-        """One request with its retries; ids on the wire are positions: callers may repeat ids.
+        """One request with its retries; ids on the wire are positions: callers may repeat ids. Another server is asked
+        for the rewards that have no answer yet alone: the others may have a price.
 
         Args:
             asked: when the caller started to wait.
@@ -268,6 +279,8 @@ class RewardClient:
         numbered = [replace(item, id=i) for i, item in enumerate(items)]
         request_id, failed = uuid.uuid4().hex, list[Server]()
         unanswered: dict[Server, Columns] = {}
+        answered: Columns = {}
+        wanted = self.rewards
         refusal = Refusal(Failure("unavailable", "no server answered", retryable=True))
         self.statistics.requests += 1
         for attempt in itertools.count():
@@ -278,15 +291,20 @@ class RewardClient:
             if deadline is None:
                 deadline = now + self.options.timeout_s
                 self._budget.request(now)
-            self._try_beside(server, numbered, request_id, deadline)
-            replies = await self._attempt_or_hedge(server, numbered, request_id, deadline, unanswered)
+            request = _Request(numbered, wanted, request_id, deadline)
+            self._try_beside(server, request)
+            replies = await self._attempt_or_hedge(server, request, unanswered)
             for server, reply in replies.items():
                 if not isinstance(reply, Refusal):
                     self.statistics.latencies.append(time.monotonic() - asked)
-                    return reply
+                    return answered | reply
                 refusal = reply
                 if reply.final:
-                    unanswered[server] = reply.outcomes(self.rewards, len(items))
+                    unanswered[server] = reply.outcomes(wanted, len(items))
+                    answered |= reply.answered()
+            wanted = [name for name in self.rewards if name not in answered]
+            if not wanted:  # two servers answered some each
+                return answered
             if refusal.final:
                 if not self._balancer.has_sound(unanswered) or not self._budget.take(time.monotonic()):
                     break
@@ -301,10 +319,10 @@ class RewardClient:
         if len(self.urls) > 1:
             for server in unanswered:
                 server.excused()
-        best = max(unanswered.values(), key=_scores_in, default=None)
-        if best is not None and (refusal.final or _scores_in(best)):  # scores of some rewards, which may have a price
-            return best
-        return refusal.outcomes(self.rewards, len(items))
+        best = max(unanswered.values(), key=_scores_in, default=Columns())
+        # scores of some rewards, which may have a price, are not requested again
+        told = best if refusal.final or answered or _scores_in(best) else {}
+        return refusal.outcomes(wanted, len(items)) | told | answered
 
     async def _server(
         self, failed: list[Server], deadline: float | None, asked: float, unanswered: Collection[Server]
@@ -338,28 +356,23 @@ class RewardClient:
             await asyncio.sleep(0.1)
         return True
 
-    def _try_beside(self, server: Server, items: list[RewardItem], request_id: str, deadline: float) -> None:
+    def _try_beside(self, server: Server, request: _Request) -> None:
         """Send the request of a sound server to one whose breaker half-opens, too. Only the state of the breaker
         depends on its reply: a server that hangs would hold the request up."""
         now = time.monotonic()
         other = self._balancer.due(now) if server.sound else None
         if other is not None and self._budget.take(now):
             other.sent(now)
-            attempt = self._begin(other, items, request_id, deadline)
+            attempt = self._begin(other, request)
             self._beside.add(attempt)  # the loop itself keeps only weak references
             attempt.add_done_callback(self._beside.discard)
 
     async def _attempt_or_hedge(
-        self,
-        server: Server,
-        items: list[RewardItem],
-        request_id: str,
-        deadline: float,
-        unanswered: Collection[Server],
+        self, server: Server, request: _Request, unanswered: Collection[Server]
     ) -> dict[Server, Columns | Refusal]:
         """Ask a server, and after `hedge_after_s` a second one as well -> the first good answer, or every refusal, by
         its server."""
-        first = self._begin(server, items, request_id, deadline)
+        first = self._begin(server, request)
         if self.options.hedge_after_s is None or len(self.urls) == 1:
             return {server: await first}
         await asyncio.wait([first], timeout=self.options.hedge_after_s)
@@ -368,7 +381,7 @@ class RewardClient:
             return {server: await first}
         other.sent(time.monotonic())
         self.statistics.hedges += 1
-        tasks = {first: server, self._begin(other, items, request_id, deadline): other}
+        tasks = {first: server, self._begin(other, request): other}
         try:
             while True:
                 await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
@@ -382,30 +395,26 @@ class RewardClient:
             for task in tasks:
                 task.cancel()
 
-    def _begin(
-        self, server: Server, items: list[RewardItem], request_id: str, deadline: float
-    ) -> asyncio.Task[Columns | Refusal]:
+    def _begin(self, server: Server, request: _Request) -> asyncio.Task[Columns | Refusal]:
         """Start an attempt. It stops counting as open at the server even if it is cancelled before it begins."""
 
         def leave(_: object) -> None:
             server.under_way -= 1
             self._freed.set()
 
-        attempt = asyncio.create_task(self._attempt(server, items, request_id, deadline))
+        attempt = asyncio.create_task(self._attempt(server, request))
         attempt.add_done_callback(leave)
         return attempt
 
-    async def _attempt(
-        self, server: Server, items: list[RewardItem], request_id: str, deadline: float
-    ) -> Columns | Refusal:
+    async def _attempt(self, server: Server, request: _Request) -> Columns | Refusal:
         """Ask one server once -> outcomes, or why there are none; updates its breaker and latency."""
         started = time.monotonic()
-        left = max(0.0, deadline - started)
+        left = max(0.0, request.deadline - started)
         # of several servers, one that never answers cannot use all of the time
         share = left if len(self.urls) == 1 else max(left / 2, min(left, _LEAST_S))
         self.statistics.attempts += 1
         try:
-            reply = await self._exchange.ask(server.url, items, request_id, started + share)
+            reply = await self._exchange.ask(server.url, request.items, request.rewards, request.id, started + share)
         except asyncio.CancelledError:
             server.overtaken(time.monotonic() - started)
             raise
@@ -444,7 +453,8 @@ class RewardClient:
         numbered = [replace(item, id=i) for i, item in enumerate(items)]
 
         async def ask(url: str) -> Columns:
-            reply = await self._exchange.ask(url, numbered, uuid.uuid4().hex, time.monotonic() + self.options.timeout_s)
+            until = time.monotonic() + self.options.timeout_s
+            reply = await self._exchange.ask(url, numbered, self.rewards, uuid.uuid4().hex, until)
             return reply.outcomes(self.rewards, len(items)) if isinstance(reply, Refusal) else reply
 
         return dict(zip(urls, await asyncio.gather(*(ask(url) for url in urls)), strict=True))

@@ -65,6 +65,14 @@ class Refusal:
         """The outcomes of `count` items."""
         return self.columns or {name: [self.failure] * count for name in rewards}
 
+    def answered(self) -> Columns:
+        """The outcomes of the rewards with an answer; none of a server that broke the protocol for another one, because
+        it is not to be believed."""
+        failures = {name: no_answer(column) for name, column in (self.columns or {}).items()}
+        if any(failure is not None and failure.code == "bad_reply" for failure in failures.values()):
+            return {}
+        return {name: column for name, column in (self.columns or {}).items() if failures[name] is None}
+
 
 @dataclass(frozen=True)
 class NotReady:
@@ -119,11 +127,14 @@ class Exchange:
         for client in self._clients.values():
             await client.aclose()
 
-    async def ask(self, url: str, items: list[RewardItem], request_id: str, until: float) -> Columns | Refusal:
-        """Score items whose ids are their positions; `until` is on the clock of `time.monotonic`."""
+    async def ask(
+        self, url: str, items: list[RewardItem], rewards: Sequence[str], request_id: str, until: float
+    ) -> Columns | Refusal:
+        """Score items whose ids are their positions by some of the rewards; `until` is on the clock of
+        `time.monotonic`."""
         started = time.monotonic()
         deadline_ms = max(1, int((until - started) * 1000))
-        files = await asyncio.to_thread(encode_request, items, self._rewards, request_id, deadline_ms)
+        files = await asyncio.to_thread(encode_request, items, rewards, request_id, deadline_ms)
         left = max(0.0, until - time.monotonic())
         reached = True
         try:
@@ -136,10 +147,10 @@ class Exchange:
             reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             problem = self._clean(f"{url}: {type(error).__name__} {error}".strip())
         except BrokenMessage as error:
-            return self._bad_reply(url, error, len(items))
+            return self._bad_reply(url, error, rewards, len(items))
         else:
             if status == 200:
-                return await self._outcomes(body, len(items), url, until)
+                return await self._outcomes(body, rewards, len(items), url, until)
             return self._refusal(url, status, headers, body)
         return Refusal(Failure("unavailable", problem, retryable=True), reached=reached)
 
@@ -228,7 +239,9 @@ class Exchange:
             )
         return self._clients[url]
 
-    async def _outcomes(self, body: bytes, count: int, url: str, until: float) -> Columns | Refusal:
+    async def _outcomes(
+        self, body: bytes, rewards: Sequence[str], count: int, url: str, until: float
+    ) -> Columns | Refusal:
         """Check a reply against the request, and sort it."""
         try:
             reply = parse_reply(body)
@@ -236,20 +249,20 @@ class Exchange:
             if len(ids) != count or set(ids) != set(range(count)):
                 raise BrokenMessage(f"{count} items were requested; the reply has {len(ids)}, or other ids")
         except BrokenMessage as error:
-            return self._bad_reply(url, error, count)
+            return self._bad_reply(url, error, rewards, count)
         revisions = {name: scorer.revision for name, scorer in reply.scorers.items() if name in self._rewards}
         for name, revision in revisions.items():
             self._note(url, name, revision)
         await self._keep_declared(url, revisions, until)
-        columns = {name: self._column(reply, name, url) for name in self._rewards}
-        failure = _no_answer(columns)
+        columns = {name: self._column(reply, name, url) for name in rewards}
+        failure = next((found for column in columns.values() if (found := no_answer(column)) is not None), None)
         return columns if failure is None else Refusal(failure, columns=columns)
 
-    def _bad_reply(self, url: str, error: BrokenMessage, count: int) -> Refusal:
+    def _bad_reply(self, url: str, error: BrokenMessage, rewards: Sequence[str], count: int) -> Refusal:
         problem = self._clean(f"{url}: {error}")
         logger.warning("%s", problem)
         failure = Failure("bad_reply", problem)
-        return Refusal(failure, columns={name: [failure] * count for name in self._rewards})
+        return Refusal(failure, columns={name: [failure] * count for name in rewards})
 
     def _refusal(self, url: str, status: int, headers: httpx.Headers, body: bytes) -> Refusal:
         retryable = status in _RETRY_STATUS
@@ -287,14 +300,11 @@ class Exchange:
             return Failure("bad_reply", f"{who} has {error}")
 
 
-def _no_answer(columns: Columns) -> Failure | None:
-    """A failure of the server's, if no item has a score of some reward; items that are bad themselves do not count."""
-    for column in columns.values():
-        failures = [outcome for outcome in column if isinstance(outcome, Failure)]
-        of_the_server = [failure for failure in failures if failure.code not in _OF_THE_ITEM]
-        if of_the_server and len(failures) == len(column):
-            return of_the_server[0]
-    return None
+def no_answer(column: Sequence[Outcome]) -> Failure | None:
+    """A failure of the server's, if no item has a score of a reward; items that are bad themselves do not count."""
+    failures = [outcome for outcome in column if isinstance(outcome, Failure)]
+    of_the_server = [failure for failure in failures if failure.code not in _OF_THE_ITEM]
+    return of_the_server[0] if of_the_server and len(failures) == len(column) else None
 
 
 def _text(body: bytes) -> str:

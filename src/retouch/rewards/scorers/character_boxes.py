@@ -44,7 +44,6 @@ def read_characters(engine: Any, crop: Pixels, detect: bool) -> list[Character]:
     recognizer = engine._load_rec_model()  # the public call with boxes needs detected lines
     found: list[Character] = []
     for left, top, right, bottom in lines:
-        recognizer.rec_image_shape = [3, 48, 320]  # its default, which other callers of the engine change
         line = np.ascontiguousarray(bgr[top:bottom, left:right])
         info = recognizer(TextRecInput(img=[line], return_word_box=True)).word_results[0]
         if info is None or not info.words:

@@ -14,7 +14,7 @@ from retouch.errors import ConfigError
 from retouch.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.weights import loading, model_path, train_extra
+from retouch.rewards.scorers.weights import image_processor, loading, model_path, train_extra
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class PickScoreReward(ClipReward):
 
 
 class ClipTowers:
-    """A CLIP model and its processor, loaded."""
+    """A CLIP model in fp32 and its processor, loaded."""
 
     def __init__(self, path: str, processor: str, device: str, option: str = "path") -> None:
         """
@@ -71,16 +71,18 @@ class ClipTowers:
         """
         with train_extra():
             import torch
-            from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
+            from transformers import AutoTokenizer, CLIPModel
         self.torch = torch
         self.device = device
         require_hub("processor", processor)
         with loading(option, path) as place:
             inputs = model_path(processor) if processor else place
-            self.model: Any = CLIPModel.from_pretrained(place).eval().requires_grad_(False).to(device)  # pyright: ignore[reportArgumentType]
-            self.pixels: Any = AutoImageProcessor.from_pretrained(inputs)
+            # by default in the precision of its file
+            model: Any = CLIPModel.from_pretrained(place, dtype=torch.float32)
+            self.pixels: Any = image_processor(inputs)
             self.tokens: Any = AutoTokenizer.from_pretrained(inputs)
-        self.revision = f"{path} {getattr(self.model.config, '_commit_hash', None) or 'local'}"
+        self.model: Any = model.eval().requires_grad_(False).to(device)
+        self.revision = f"{path} fp32 {getattr(model.config, '_commit_hash', None) or 'local'}"
 
     def of_images(self, images: Sequence[Pixels]) -> Tensor:
         """[B, D] unit vectors."""

@@ -3,6 +3,7 @@ the prompts of others?"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -61,6 +62,8 @@ class ClipRPrecisionScorer(PackageScorer[ClipRPrecisionReward]):
         assert towers is not None
         seen = towers.of_images([item.image])[0]
         cosines = [float(seen @ self._embedded(text)) for text in (own, *(text for text in others if text != own))]
+        if not all(map(math.isfinite, cosines)):  # no comparison with NaN holds: the rank would be 1
+            return Failure("scorer_error", "the embedding of the image or of a prompt contains NaN or Inf")
         rank = rank_of_first(cosines)
         return Score(float(rank == 1), {"rank": rank, "prompts": len(cosines)})
 

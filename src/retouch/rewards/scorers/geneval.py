@@ -148,14 +148,15 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
     def _detect(self, pixels: Pixels, threshold: float, clauses: Sequence[Clause]) -> dict[str, list[Detection]]:
         """The objects that count, with the colours that clauses name."""
         image = Image.fromarray(pixels)
-        wanted = {clause.label: clause.count for clause in clauses if clause.color is not None}
+        colored = [clause for clause in clauses if clause.color is not None]
+        wanted = {one.label: max(other.count for other in colored if other.label == one.label) for one in colored}
         if self.options.detector_url is not None:
             return counted(self._served(image, threshold, wanted), threshold)
         assert self._networks is not None
         masks = self._networks.detect(image)
         objects = counted([one for one, _ in masks], threshold)
         for label, count in wanted.items():
-            chosen = objects.get(label, [])[:count] if len(objects.get(label, [])) >= count else []
+            chosen = objects.get(label, [])[:count]
             cutouts = [(one.box, next(mask for other, mask in masks if other is one)) for one in chosen]
             colors = self._networks.colors(image, label, cutouts) if chosen else []
             for i, color in enumerate(colors):

@@ -53,14 +53,15 @@ class Networks:
             from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessorPil
         self._torch, self._device = torch, device
         with loading("detector", detector) as place:
-            self._detector: Any = Mask2FormerForUniversalSegmentation.from_pretrained(place).eval()
-            self._detector.to(device)
+            # by default in the precision of its file
+            found: Any = Mask2FormerForUniversalSegmentation.from_pretrained(place, dtype=torch.float32)
             self._pixels: Any = Mask2FormerImageProcessorPil.from_pretrained(place)
-        _check_classes(detector, self._detector.config.id2label)
+        self._detector: Any = found.eval().to(device)
+        _check_classes(detector, found.config.id2label)
         self._clip = ClipTowers(color_model, "", device, "color_model")
         self._of_colors: dict[str, Tensor] = {}
-        commit = getattr(self._detector.config, "_commit_hash", None) or "local"
-        self.revision = f"{detector} {commit}, {self._clip.revision}"
+        commit = getattr(found.config, "_commit_hash", None) or "local"
+        self.revision = f"{detector} fp32 {commit}, {self._clip.revision}"
 
     def detect(self, image: Image.Image) -> list[tuple[Detection, Mask]]:
         """Objects with their masks [H, W], best first; one image per forward: no score depends on others."""

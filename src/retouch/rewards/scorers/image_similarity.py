@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from retouch.config.base import Count, Text
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.weights import loading, train_extra
+from retouch.rewards.scorers.weights import image_processor, loading, train_extra
 from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ImageSimilarityScorer(PackageScorer[ImageSimilarityReward]):
 
 
 class Encoder:
-    """An image encoder of transformers and its preprocessing: images -> [B, D] float32.
+    """An image encoder of transformers in fp32, and its preprocessing: images -> [B, D].
 
     Raises:
         ConfigError: transformers is missing, or there is no such encoder.
@@ -73,14 +73,16 @@ class Encoder:
     def __init__(self, path: str, device: str) -> None:
         with train_extra("an image encoder"):
             import torch
-            from transformers import AutoConfig, AutoImageProcessor, AutoModel
+            from transformers import AutoConfig, AutoModel
         with loading("path", path) as place:
             config: Any = AutoConfig.from_pretrained(place)
             self._is_clip = config.model_type == "clip"
-            self._model: Any = AutoModel.from_pretrained(place).eval().to(device)
-            self._pixels: Any = AutoImageProcessor.from_pretrained(place)
+            # by default in the precision of its file
+            model: Any = AutoModel.from_pretrained(place, dtype=torch.float32)
+            self._pixels: Any = image_processor(place)
+        self._model: Any = model.eval().to(device)
         self._torch, self._device = torch, device
-        self.revision = f"{path} {getattr(config, '_commit_hash', None) or 'local'}"
+        self.revision = f"{path} fp32 {getattr(config, '_commit_hash', None) or 'local'}"
 
     def __call__(self, images: Sequence[Pixels]) -> Tensor:
         with self._torch.inference_mode():

@@ -89,6 +89,14 @@ class JudgeEntry(RewardEntry):
         return self
 
 
+def uncropped(name: str) -> str:
+    """The warning about a judge of crops that compares them with the reference image, which `crop` leaves whole."""
+    return (
+        f"rewards.{name}.crop: given 'mask_box', but the reference image stays whole: the judge compares a crop with "
+        "all of it; leave crop out"
+    )
+
+
 def require_prompts(entry: JudgeEntry, wording: Literal["own", "published"], prompts: str | None, where: str) -> None:
     """Check that `prompts` is set with wording=published, and only with it.
 

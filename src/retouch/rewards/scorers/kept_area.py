@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.preservation import unmasked_difference
+from retouch.rewards.scorers.preservation import pasted, unmasked_difference
 from retouch.types import Failure, Outcome, Score
 
 _HIGHEST = 100.0
@@ -31,6 +31,9 @@ class KeptAreaReward(RewardEntry):
     scorer: Literal["kept_area"] = "kept_area"
     paste_back: bool = False
     """True scores the composite, whose PSNR is 100 by construction."""
+
+    def advice(self, name: str) -> list[str]:
+        return [pasted(name, "100")] if self.paste_back else []
 
     def make(self) -> KeptAreaScorer:
         return KeptAreaScorer(self)

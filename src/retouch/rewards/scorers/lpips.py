@@ -13,6 +13,7 @@ from retouch.imaging import MASK_THRESHOLD
 from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers.preservation import pasted
 from retouch.rewards.scorers.weights import file_digest, named_file, read_weights, tensor_of
 from retouch.types import Failure, Outcome, Score
 
@@ -47,6 +48,9 @@ class LpipsReward(RewardEntry):
 
     def required_images(self) -> frozenset[str]:
         return self.images | ({"mask"} if self.region == "kept" else set())
+
+    def advice(self, name: str) -> list[str]:
+        return [pasted(name, "0 and every gradient 0")] if self.region == "kept" and self.paste_back else []
 
     def make(self) -> LpipsScorer:
         return LpipsScorer(self)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
@@ -160,7 +161,7 @@ class MmmgScorer(JudgeScorer[MmmgReward]):
             counter = load_attribute(_REGION_COUNTER)(o.segmenter, o.reader, device)  # with torch
             return counter, counter.revision
         function = find_function(o.readability, "reward 'mmmg': readability")
-        return function, source_digest(function)
+        return _in_turn(function), source_digest(function)
 
     def _one(self, item: RewardItem) -> Outcome:
         try:
@@ -220,6 +221,17 @@ class MmmgScorer(JudgeScorer[MmmgReward]):
             max_tokens=_PUBLISHED_TOKENS,
         )
         return yes[: len(graph.elements)], yes[len(graph.elements) :]
+
+
+def _in_turn(function: Callable[[Pixels], float]) -> Callable[[Pixels], float]:
+    """The function for several threads, because those of the judge share what it keeps."""
+    lock = Lock()
+
+    def counted(image: Pixels) -> float:
+        with lock:
+            return function(image)
+
+    return counted
 
 
 def _published_question(options: MmmgReward) -> str | None:

@@ -29,7 +29,7 @@ class PaddleReader:
             ) from None
         if int(version().partition(".")[0] or 0) < 3:
             raise ConfigError(f"engine: paddleocr is {version()}; version 3 or newer is needed")
-        self._options: dict[str, Any] = {"device": "gpu" if device.startswith("cuda") else "cpu"}
+        self._options: dict[str, Any] = {"device": device.replace("cuda", "gpu")}
         if threads:
             self._options["cpu_threads"] = threads
         self._language = language

@@ -16,7 +16,7 @@ from pydantic import model_validator
 
 from retouch.config.base import Count
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, whole
+from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, uncropped, whole
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -96,6 +96,10 @@ class PairEntry(JudgeEntry):
 
     def required_images(self) -> frozenset[str]:
         return self.images | ({"reference"} if self.compares_pairs() and self.against == "reference" else set())
+
+    def advice(self, name: str) -> list[str]:
+        against_whole = self.compares_pairs() and self.against == "reference" and self.crop == "mask_box"
+        return [*super().advice(name), *([uncropped(name)] if against_whole else [])]
 
     def check(self, run: RunConfig, key: str = "") -> None:
         super().check(run, key)

@@ -28,16 +28,18 @@ class PreservationReward(RewardEntry):
     """True scores the composite, which is 1 by construction."""
 
     def advice(self, name: str) -> list[str]:
-        if not self.paste_back:
-            return []
-        warning = (
-            f"rewards.{name}.paste_back: given true, but the composite equals the source outside the mask: every value "
-            "is 1 and every gradient 0; set paste_back=false"
-        )
-        return [warning]
+        return [pasted(name, "1 and every gradient 0")] if self.paste_back else []
 
     def make(self) -> PreservationScorer:
         return PreservationScorer(self)
+
+
+def pasted(name: str, values: str) -> str:
+    """The warning about a reward of the unmasked region alone, of composites."""
+    return (
+        f"rewards.{name}.paste_back: given true, but the composite equals the source outside the mask: every value is "
+        f"{values}; set paste_back=false"
+    )
 
 
 class PreservationScorer(PixelScorer[PreservationReward]):

@@ -3,6 +3,7 @@ wheel) or PaddleOCR."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.metadata
 import math
@@ -211,7 +212,8 @@ class ReadingScorer(PackageScorer[Reads]):
         """The recogniser alone, on batches of one padded width."""
         from rapidocr.ch_ppocr_rec import TextRecInput
 
-        recognizer = self._engine._load_rec_model()  # the public call takes one image at a time
+        # the public call takes one image at a time; a copy shares the network, and the engine keeps its own settings
+        recognizer = copy.copy(self._engine._load_rec_model())
         recognizer.rec_batch_num = _BATCH
         results: list[tuple[str, float]] = [("", 0.0)] * len(crops)
         buckets: dict[int, list[int]] = {}

@@ -88,11 +88,12 @@ class Sam2Predictor:
             import torch
             from transformers import Sam2Model
         with loading("segmenter", path) as place:
-            model: Any = Sam2Model.from_pretrained(place)
+            # by default in the precision of its file
+            model: Any = Sam2Model.from_pretrained(place, dtype=torch.float32)
         self.torch, self.device = torch, device
         self.model: Any = model.eval().requires_grad_(False).to(device)
         self.model.mask_decoder.dynamic_multimask_via_stability = False  # as MMMG builds its network
-        self.revision = f"{path} {getattr(model.config, '_commit_hash', None) or 'local'}"
+        self.revision = f"{path} fp32 {getattr(model.config, '_commit_hash', None) or 'local'}"
         self.side = int(model.config.prompt_encoder_config.image_size)
         self._seen: list[Tensor] = []
         self._size = (1, 1)

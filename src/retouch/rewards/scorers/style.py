@@ -6,6 +6,7 @@ therefore counts in full only if the masked region reads as the target text; bel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -85,7 +86,10 @@ class StyleScorer(PackageScorer[StyleReward]):
             return reading
         assert item.reference is not None and self._encoder is not None  # spec.needs
         region, reference = self._encoder([Image.fromarray(crop_for(item, 0.0)), Image.fromarray(item.reference)])
-        similarity = max(0.0, float(region @ reference / (region.norm() * reference.norm())))
+        cosine = float(region @ reference / (region.norm() * reference.norm()))
+        if not math.isfinite(cosine):  # max would make it 0
+            return Failure("scorer_error", "the embedding of the region or of the reference contains NaN or Inf")
+        similarity = max(0.0, cosine)
         if reading is None:
             return Score(similarity, {"similarity": similarity})
         ned = reading.value

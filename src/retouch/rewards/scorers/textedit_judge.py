@@ -24,7 +24,15 @@ from retouch.errors import ConfigError, shown
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers.copied_texts import constants_of
 from retouch.rewards.scorers.judge_client import image_part
-from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, as_integer, read_object, require_prompts, schema_of
+from retouch.rewards.scorers.judged import (
+    JudgeEntry,
+    JudgeScorer,
+    as_integer,
+    read_object,
+    require_prompts,
+    schema_of,
+    uncropped,
+)
 from retouch.types import Failure, Outcome, Score
 
 PARTS = ("text_accuracy", "text_preservation", "scene_integrity", "local_realism", "visual_coherence")
@@ -91,6 +99,9 @@ class TextEditJudgeReward(JudgeEntry):
     def _has_its_prompts(self) -> TextEditJudgeReward:
         require_prompts(self, self.wording, self.prompts, _WHERE)
         return self
+
+    def advice(self, name: str) -> list[str]:
+        return [uncropped(name)] if self.crop == "mask_box" else []
 
     def example_images(self) -> frozenset[str]:
         return self.required_images()

@@ -61,7 +61,7 @@ class VlmReward(RewardEntry):
     max_pixels: Annotated[int, Field(ge=1, le=1 << 26)] = 1003520
     """Larger images are scaled down to this number of pixels."""
     images_per_forward: Count = 8
-    """Images per forward; changes memory and speed, not results."""
+    """Images per forward; changes memory and speed, and the score by rounding."""
 
     @model_validator(mode="after")
     def _asks_for_the_prompt(self) -> VlmReward:
@@ -166,6 +166,6 @@ class VlmScorer(PackageScorer[VlmReward]):
 
     def _describe(self, commit: str) -> None:
         o = self.options
-        text = json.dumps([o.question, o.mode, o.min_mass, o.dtype, o.max_pixels])
+        text = json.dumps([o.question, o.mode, o.min_mass, o.dtype, o.max_pixels, o.images_per_forward])
         digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
         self.set_revision(f"vlm {o.path} {commit} {digest}")

@@ -43,6 +43,14 @@ def model_path(path: str) -> str:
     return str(expanded(path)) if path.startswith("~") else path
 
 
+def image_processor(path: str) -> Any:
+    """The image processor of a model of transformers, on Pillow. torchvision resizes differently: a score would depend
+    on whether it is installed, which no revision names."""
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(path, backend="pil")
+
+
 def named_file(option: str, given: str) -> Path:
     """The file that an option names.
 
