@@ -26,6 +26,7 @@ from retouch.families.flux_fill.model import FluxFill
 from retouch.imaging import MaskCrop, open_image, to_rgb, write_new_png
 from retouch.lines import parse_lines
 from retouch.training.evaluation import Evaluation
+from retouch.use import exporting
 from retouch.use.comparison import comparison_table, gains
 from retouch.use.items import SampleRequest, items_to_sample, mask_crop
 from retouch.use.loaded import Loaded
@@ -696,6 +697,17 @@ def test_what_eval_and_export_cannot_do(finished: Finished, tmp_path: Path) -> N
     assert refused(retouch(*export[:3], tmp_path, "--to", "diffusers")) == (
         f"--out: given {tmp_path}; expected a new or empty folder; choose another"
     )
+
+
+def test_an_export_has_the_weights_that_are_evaluated(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EMA weights were exported whatever `evaluation.weights` says, and `eval` and `sample` showed others."""
+    newest = finished("lora") / "checkpoints" / "step-000004"
+    for kind, part in (("raw", "weights"), ("ema", "ema"), (None, "ema")):
+        run = {"evaluation": {"weights": kind}}
+        monkeypatch.setattr(exporting, "saved_run_file", lambda state, folder, run=run: run)
+        assert exporting._weights(newest, None) == newest / part
+        assert exporting._weights(newest, True) == newest / "weights"
+        assert exporting._weights(newest, False) == newest / "ema"
 
 
 def test_an_export_goes_to_the_run_unless_it_is_told_where(

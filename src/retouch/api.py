@@ -234,9 +234,8 @@ class Run:
             ConfigError: a format that does not fit the weights, or an `out` that holds files.
             CheckpointError: weights that are missing or damaged.
         """
-        raw = self.config.evaluation.weights == "raw" if self._raw is None else self._raw
         folder = None if out is None else Path(out)
-        return export_weights(self._checkpoint or self.path, to, folder, raw=raw, trust=self._trust)
+        return export_weights(self._checkpoint or self.path, to, folder, raw=self._raw, trust=self._trust)
 
     def report(self) -> Path:
         """Write RUN/report.html, one file that needs no network -> its path."""

@@ -71,7 +71,7 @@ def test_its_weights_are_not_exported_as_those_of_a_diffusion_model(parts_of: An
     trainer.create_optimizer_and_scheduler(2)
     trainer.save(pinned=False)
     with pytest.raises(ConfigError, match=r"trained its text encoder, and .*weights is a PEFT adapter already"):
-        export_weights(parts.dir.path, "diffusers", None, raw=False)
+        export_weights(parts.dir.path, "diffusers", None)
 
 
 @pytest.mark.full

@@ -282,7 +282,7 @@ def export(
         str, typer.Option(help="comfyui | diffusers | diffusers-ip-adapter | diffusers-lora | ip-adapter | safetensors")
     ],
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: exports/ of the run.")] = None,
-    raw: Annotated[bool, typer.Option(help="Raw weights, even if the checkpoint has EMA weights.")] = False,
+    raw: Raw = None,
     trust: Trust = False,
 ) -> None:
     """Export trained weights in the format of another program, and print the path."""

@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 from PIL.Image import Image
 
 from retouch.config import ConfigError, RunConfig
-from retouch.data.base import DataError, DataSection, ItemFiles
+from retouch.data.base import ItemFiles
 from retouch.data.dataset import Dataset, all_embedded
-from retouch.data.identity import images_of, paths, trained_on
-from retouch.data.remote import cached_path
-from retouch.disk import is_file, write_whole
+from retouch.disk import write_whole
 from retouch.imaging import write_png
 from retouch.observe.comparison import (
     BASE,
@@ -37,6 +35,7 @@ from retouch.rewards.devices import own_device
 from retouch.types import Example
 from retouch.use.duels import pair_judges, win_rate_lines, win_rates
 from retouch.use.items import examples_of, like, make_folder
+from retouch.use.overlap import seen_in_training
 from retouch.use.trained import Trained
 
 if TYPE_CHECKING:
@@ -158,47 +157,8 @@ def _examples(config: RunConfig, data: Path | None, reference: Path | Image | No
         raise ConfigError(f"evaluation.data: not set in the run file{f' of {run}' if run else ''}; give --data")
     dataset = examples_of(config, section, "--data" if data else "evaluation.data", reference, scored=True)
     if data:
-        _warn_of_overlap(config, dataset)
+        seen_in_training(config, dataset, "--data")
     return dataset
-
-
-def _warn_of_overlap(config: RunConfig, dataset: Dataset) -> None:
-    """Warn of examples that the run trained on, and where that is unknown."""
-    training: list[Dataset] = []
-    for key, section in (("data", config.data), ("warmup_data", config.warmup_data)):
-        if section is None:
-            continue
-        try:
-            listed = [item for item in section.items() if isinstance(item, ItemFiles)] if _is_here(section) else []
-        except DataError:
-            listed = []
-        items = [item for item in listed if all(is_file(path) for path in paths(images_of(item)))]
-        if not items:
-            logger.warning(
-                "--data: it is unknown whether %s trained on these examples: %s.path has no images on this machine: %s",
-                config.name,
-                key,
-                section.path,
-            )
-        training.append(Dataset(section, items))
-    edits = config.algorithm.trains_text_encoder
-    seen = trained_on(dataset, *training, with_prompt=edits)
-    if seen:
-        logger.warning(
-            "--data: %s trained on %d of %d examples (the first: %d): its data or warmup_data have the same image%s "
-            "(or, without images, the same prompt); the scores are not held-out scores; split the data with "
-            "`retouch data split`",
-            config.name,
-            len(seen),
-            len(dataset),
-            seen[0].id,
-            " with the same prompt" if edits else "",
-        )
-
-
-def _is_here(section: DataSection) -> bool:
-    """Whether the data are on this machine; nothing is downloaded for a warning."""
-    return section.hub_id is None and all(cached_path(path) is not None for path in section.paths)
 
 
 def _common_rewards(runs: Mapping[str, Trained]) -> dict[str, Reward]:
@@ -231,8 +191,12 @@ def _require_same(name: str, one: Dataset, other_name: str, other: Dataset) -> N
 
 
 def one_base(configs: Sequence[RunConfig]) -> bool:
-    """Whether all runs started from the same model; if not, a log line gives this reason for the missing base."""
-    models = [config.model.model_dump(exclude={"train"}) for config in configs]
+    """Whether all runs started from the same model, with the same initial LoRA or adapter; if not, a log line gives
+    this reason for the missing base."""
+    models = [
+        config.model.model_dump(exclude={"train"}) | {"initial": getattr(config.model.train, "initial_adapter", None)}
+        for config in configs
+    ]
     if all(model == models[0] for model in models):
         return True
     logger.info("no column %s: the runs started from different models", BASE)

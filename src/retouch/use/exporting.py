@@ -29,11 +29,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool, trust: bool = False) -> Path:
+def export_weights(
+    checkpoint: Path, to: str, out: Path | None, *, raw: bool | None = None, trust: bool = False
+) -> Path:
     """Write the weights of a checkpoint (of a run directory: its newest) in the format `to` -> the path written, by
     default below `exports` of the run.
 
     Args:
+        raw: the raw weights (True) or the EMA weights (False); None: those that `evaluation.weights` of the run names.
         trust: import the plug-ins of the run for the family of its model, whoever wrote the run directory.
 
     Raises:
@@ -48,9 +51,10 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool, tr
         if not found:
             raise CheckpointError(f"{checkpoint} has no complete checkpoint yet")
         checkpoint = found[-1]
-    folder = weights_folder(checkpoint, raw=raw)
+    folder = _weights(checkpoint, raw)
+    instead_of_ema = folder.name == "weights" and (folder.parent / "ema").is_dir()
     if out is None:
-        out = _export_folder(folder.parent, f"{to}-raw" if raw else to)
+        out = _export_folder(folder.parent, f"{to}-raw" if raw or instead_of_ema else to)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out: given {out}; expected a new or empty folder; choose another")
     state = sound_state(folder.parent)
@@ -67,7 +71,7 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool, tr
 
     from retouch.adapters.export import export
 
-    about = _about(run, folder.parent, raw=folder.name == "weights" and (folder.parent / "ema").is_dir())
+    about = _about(run, folder.parent, raw=instead_of_ema)
     try:
         with writing(out), _appearing(out) as made:
             written = out / export(config, folder, to, made, about).relative_to(made)
@@ -77,6 +81,23 @@ def export_weights(checkpoint: Path, to: str, out: Path | None, *, raw: bool, tr
         raise CheckpointError(f"{checkpoint}: cannot be exported: {first_line(error)}") from None
     logger.info("exported %s", folder)
     return written
+
+
+def _weights(checkpoint: Path, raw: bool | None) -> Path:
+    """The weights of a checkpoint that `raw` names; by default those that were evaluated.
+
+    Raises:
+        CheckpointError: no weights, or no EMA weights where they are named.
+    """
+    if raw is None and (checkpoint / "weights").is_dir() and (checkpoint / "ema").is_dir():
+        run = saved_run_file(sound_state(checkpoint), checkpoint)
+        if section_of(run, "evaluation").get("weights") == "raw":
+            logger.info("raw weights, as evaluation.weights sets; --ema exports the EMA weights of %s", checkpoint)
+            return weights_folder(checkpoint, raw=True)
+    folder = weights_folder(checkpoint, raw=bool(raw))
+    if raw is False and folder.name == "weights":
+        raise CheckpointError(f"{checkpoint} has no EMA weights; leave --ema out")
+    return folder
 
 
 def _about(run: Mapping[str, Any], checkpoint: Path, *, raw: bool) -> About:
