@@ -285,7 +285,7 @@ class Benchmark(Section):
         part = {} if self.held_out_share is None else {"part": "held_out", "held_out_share": self.held_out_share}
         return section.model_copy(update={"limit": self.limit, "max_bad_items": self.max_bad_items, **part, **size})
 
-    def check(self) -> None:
+    def check_rewards(self) -> None:
         """Check the rewards as those of a run are checked, before anything is loaded or sampled.
 
         Raises:

@@ -75,7 +75,7 @@ def run_benchmark(
         ConfigError, DataError, CheckpointError: settings, data or weights that cannot work.
         RewardOutage: scorers stayed away; start again.
     """
-    benchmark.check()
+    benchmark.check_rewards()
     make_folder(out)
     share = shard or Shard()
     configs = {name: with_settings(trained.config, benchmark) for name, trained in runs.items()}
