@@ -9,7 +9,7 @@ SOURCES := src tests examples benchmarks tools
 # The networks of the tests are tiny: one thread for each test process. Compiled modules are kept: tests start programs.
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS := -n auto --dist worksteal
-# With "=": pytest takes a file that exists for the tests to run, before it knows the option.
+# With "=": before it loads conftest.py, pytest takes a value that is a file for a test to run.
 # Processor seconds of each test, and the names of those that belong to another tier (tests/tiers.py).
 RECORD = --record-durations=.venv/durations-$@.json
 DAILY := not slow and not full and not gpu

@@ -487,4 +487,4 @@ def test_rewards_are_checked_as_those_of_a_run(
 def test_a_gate_of_a_benchmark_may_be_gold(tmp_path: Path) -> None:
     benchmark(
         "brushbench", tmp_path, rewards={"clip": {"gated_by": "kept_area"}, "kept_area": {"role": "gold"}}
-    ).check()
+    ).check_rewards()
