@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from retouch import texts
+from retouch import prompts, texts
 from retouch.config import ConfigError, load_run
 from retouch.doctor.data import data_lines
+from retouch.model_files import ModelFilesError
 from retouch.tiny.signs import (
     draw_words,
     write_signs,
@@ -134,9 +135,16 @@ def test_check_stays_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", ["sd_inpaint_grpo", "sd_inpaint_sft", "tiny/qwen_image_edit_vlm_grpo"])
-def test_training_refuses_before_a_model_loads(config: str, signs: Path, tmp_path: Path) -> None:
-    """Which is not on this machine."""
+def test_training_refuses_before_a_model_loads(
+    config: str, signs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is not on this machine, as its tokenizers are not: the hub is not asked for them here."""
     path = listed(signs, DESCRIBED)
+
+    def away(*_: Any) -> None:
+        raise ModelFilesError("not on this machine")
+
+    monkeypatch.setattr(prompts, "_readers_of", away)
     outcome = retouch(
         *(
             "train",

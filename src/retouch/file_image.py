@@ -254,7 +254,8 @@ def _exif(image: Image.Image) -> bytes:
 
 
 def _upright_exif(block: bytes) -> bytes:
-    """An EXIF block with orientation 1. Every other byte stays: notes of a camera hold places of the block."""
+    """An EXIF block with orientation 1, and without its thumbnail, which shows the image before the change. Every other
+    byte stays: notes of a camera hold places of the block."""
     start = 6 if block.startswith(b"Exif\0\0") else 0
     order = {b"II": "<", b"MM": ">"}.get(block[start : start + 2], "<")
     patched = bytearray(block)
@@ -264,6 +265,28 @@ def _upright_exif(block: bytes) -> bytes:
         for entry in range(directory + 2, directory + 2 + 12 * entries, 12):
             if struct.unpack_from(f"{order}H", block, entry)[0] == ExifTags.Base.Orientation:
                 struct.pack_into(f"{order}HHIHH", patched, entry, ExifTags.Base.Orientation, 3, 1, 1, 0)
+        _blank_thumbnail(patched, start, order, directory + 2 + 12 * entries)
     except struct.error:  # damaged: Pillow found no orientation in it either
         return block
     return bytes(patched)
+
+
+def _blank_thumbnail(block: bytearray, start: int, order: str, link: int) -> None:
+    """Overwrite the thumbnail of an EXIF block with zeros, and cut the directory that it has from the first one.
+
+    Args:
+        link: place of the number that leads from the first directory to that of the thumbnail.
+    """
+    (second,) = struct.unpack_from(f"{order}I", block, link)
+    if not second:
+        return
+    struct.pack_into(f"{order}I", block, link, 0)
+    (entries,) = struct.unpack_from(f"{order}H", block, start + second)
+    found: dict[int, int] = {}
+    for entry in range(start + second + 2, start + second + 2 + 12 * entries, 12):
+        tag, _, _, value = struct.unpack_from(f"{order}HHII", block, entry)
+        found[tag] = value
+    place, length = found.get(ExifTags.Base.JpegIFOffset, 0), found.get(ExifTags.Base.JpegIFByteCount, 0)
+    end = min(len(block), start + place + length)
+    if 0 < place < end - start:
+        block[start + place : end] = bytes(end - start - place)

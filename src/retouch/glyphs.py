@@ -106,7 +106,8 @@ def glyph_correlation(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: s
 def _layouts(text: str) -> list[tuple[str, ...]]:
     """The lines of a text, and with several the one line of them; none of a blank text. A font has no glyph for tabs
     and other white space than the space, and none is needed for marks without ink."""
-    lines = ["".join(" " if c.isspace() else c for c in _with_ink(line)) for line in text.splitlines() if line.strip()]
+    written = ("".join(" " if c.isspace() else c for c in _with_ink(line)) for line in text.splitlines())
+    lines = [line for line in written if line.strip()]
     if len(lines) < 2:
         return [tuple(lines)] if lines else []
     stripped = [line.strip() for line in lines]

@@ -17,7 +17,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFilter, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFilter, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from retouch.colour_profiles import in_srgb
@@ -62,7 +62,7 @@ def packed(image: Image.Image, name: str) -> PackedImage:
     """
     stream = io.BytesIO()
     if image.mode in _PNG_MODES:
-        exif = image.info.get("exif")
+        exif = _exif_of(image)
         upright = image if exif else ImageOps.exif_transpose(image)  # XMP, which a PNG of Pillow does not keep
         about = {name: value for name, value in (("exif", exif), ("dpi", resolution_of(image))) if value}
         upright.save(stream, "PNG", **about)
@@ -70,6 +70,17 @@ def packed(image: Image.Image, name: str) -> PackedImage:
         to_rgb(as_shown(image)).save(stream, "PNG")
     data = stream.getvalue()
     return PackedImage(name, lambda: data, hashlib.sha256(data).hexdigest())
+
+
+def _exif_of(image: Image.Image) -> bytes | None:
+    """The EXIF block of an image in memory: that of its file, unless the orientation was changed since."""
+    block = image.info.get("exif")
+    if not block:
+        return None
+    read = Image.Exif()
+    read.load(block)
+    tag = ExifTags.Base.Orientation
+    return block if read.get(tag, 1) == image.getexif().get(tag, 1) else image.getexif().tobytes()
 
 
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")

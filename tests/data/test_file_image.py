@@ -356,3 +356,30 @@ def test_an_orientation_that_is_no_number(tmp_path: Path) -> None:
     sample = read_file_image(tmp_path / "a.png")
     sample.save(tmp_path / "out.png")
     assert np.array_equal(sample.values, RGB) and np.array_equal(png_values(tmp_path / "out.png"), RGB)
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_the_thumbnail_of_the_image_before_is_not_kept(order: str, tmp_path: Path) -> None:
+    """A repainted face stood in the EXIF block of the sample."""
+    mark = {"<": b"II", ">": b"MM"}[order]
+    thumbnail = b"\xff\xd8 the face \xff\xd9"
+    first = struct.pack(f"{order}HHHIHHI", 1, 0x0112, 3, 1, 6, 0, 8 + 2 + 12 + 4)
+    place = 8 + 2 + 12 + 4 + 2 + 24 + 4
+    second = struct.pack(f"{order}HHHIIHHIII", 2, 0x0201, 4, 1, place, 0x0202, 4, 1, len(thumbnail), 0)
+    block = b"Exif\0\0" + mark + struct.pack(f"{order}HI", 42, 8) + first + second + thumbnail + b"after"
+    Image.fromarray(RGB).save(tmp_path / "a.jpg", exif=block, quality=95)
+    read_file_image(tmp_path / "a.jpg").save(tmp_path / "out.png")
+    written = dict(png_chunks(tmp_path / "out.png"))[b"eXIf"]
+    assert b"face" not in written and written.endswith(b"after")
+    with Image.open(tmp_path / "out.png") as out:
+        assert dict(out.getexif()) == {0x0112: 1} and out.getexif().get_ifd(1) == {}
+
+
+def test_an_image_whose_orientation_was_taken_out_is_not_turned(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "a sign"
+    Image.fromarray(RGB).save(tmp_path / "a.jpg", exif=exif.tobytes())
+    with Image.open(tmp_path / "a.jpg") as image:
+        del image.getexif()[0x0112]
+        there = read_file_image(packed(image, "image"))
+    assert there.values.shape == RGB.shape

@@ -240,3 +240,10 @@ def test_other_white_space_is_a_space(text: str) -> None:
     picture = written("GRAND OPENING", "CaladeaBold", (4, 6, 252, 42), (256, 48))
     whole = hole((4, 6, 252, 42), (256, 48))
     assert glyph_correlation(picture, whole, text) == glyph_correlation(picture, whole, "GRAND OPENING")
+
+
+@pytest.mark.parametrize("text", ["SALE\n\u200b", "\u200b", "\ufeff"])
+def test_a_line_without_ink_is_no_line(text: str) -> None:
+    """It was rendered across its width, divided by its zero letters."""
+    shown = glyph_correlation(written("SALE", next(iter(FONTS))), hole(), text)
+    assert shown == (glyph_correlation(written("SALE", next(iter(FONTS))), hole(), "SALE") if "SALE" in text else 0.0)

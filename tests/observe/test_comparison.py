@@ -105,7 +105,8 @@ def test_runs_on_other_examples_are_shown_and_not_paired(runs: tuple[Path, Path]
     ("old", "new", "shown"),
     [
         ("num_steps: 3", "num_steps: 5", "num_steps 3 and 5"),
-        ("guidance_scale: null", "guidance_scale: 2.5", "rollout.guidance_scale None and 2.5"),
+        ("guidance_scale: null", "guidance_scale: 2.5", "rollout.guidance_scale 30.0 and 2.5"),
+        ("\n  weights: null\n  on_gold", "\n  weights: raw\n  on_gold", "evaluation.weights ema and raw"),
     ],
 )
 def test_runs_sampled_with_other_settings_are_not_paired(
@@ -117,6 +118,13 @@ def test_runs_sampled_with_other_settings_are_not_paired(
     assert problem.startswith(f"evaluation: a and b were sampled with different settings ({shown}): ")
     assert problem.endswith("to sample both with those of a")
     assert verdicts == [] and "b − a" not in page and problem in page
+
+
+def test_settings_that_mean_the_same_are_the_same(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """The default of the family, written out."""
+    changed(runs[1], "guidance_scale: null", "guidance_scale: 30.0")
+    _, verdicts, problems = compared(tmp_path, *runs)
+    assert problems == [] and len(verdicts) == 1
 
 
 def test_data_that_changed_under_one_name_are_noticed(runs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -101,6 +101,19 @@ def test_sound_runs_raise_no_alarm_in_95_of_100(examples: int) -> None:
     assert alarms <= 0.05 * 200
 
 
+def test_gold_of_0_and_1_raises_no_false_alarms() -> None:
+    """All of six examples fall together in one of 64 comparisons without a change, and their interval has no width."""
+    source = np.random.default_rng(6)
+    alarms = 0
+    for _ in range(200):
+        gold = source.integers(0, 2, (41, 6)).astype(np.float64)
+        alarms += any(falls(gold[:k][gold[:k].mean(1).argmax()] - gold[k], k) for k in range(1, 41))
+    assert alarms <= 0.05 * 200
+    assert GoldPairs(range(6), [1.0] * 6, [1.0] * 6).alarm("gold", gold_level(1)) is not None  # 1 / 64 < .025
+    assert GoldPairs(range(6), [1.0] * 6, [1.0] * 6).alarm("gold", gold_level(2)) is None
+    assert GoldPairs(range(6), [1.0] * 6, [1.0] * 6).detectable_fall(gold_level(1)) is None  # of an unknown spread
+
+
 def falls(differences: np.ndarray[Any, Any], earlier: int) -> bool:
     examples = range(len(differences))
     pairs = GoldPairs(examples, [1.0] * len(examples), list(differences))

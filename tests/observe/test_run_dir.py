@@ -258,8 +258,9 @@ def test_files_of_later_steps_are_put_aside_where_a_run_goes_back(
     for part in ("checkpoints", "evaluations", "images"):
         for step in (2, 4):
             (directory.path / part / f"step-{step:06d}").mkdir(parents=True)
-    for step in (2, 4):
-        (directory.checkpoints / f"step-{step:06d}/complete.json").write_text("{}")
+    (directory.checkpoints / ".replaced-step-000003").mkdir()  # a kill while it was written again
+    for name in ("step-000002", ".replaced-step-000003", "step-000004"):
+        (directory.checkpoints / name / "complete.json").write_text("{}")
     again = RunDir(config(resume="auto"))
     again.open(4, checkpoint=directory.checkpoints / "step-000004")
     again.close()
@@ -268,8 +269,33 @@ def test_files_of_later_steps_are_put_aside_where_a_run_goes_back(
     back.open(2, checkpoint=directory.checkpoints / "step-000002")
     back.close()
     aside = directory.path / "attempt-1"
+    assert not (directory.checkpoints / ".replaced-step-000003").exists()
     assert [record["step"] for record in read_metrics(aside / "metrics.jsonl")] == [2, 3, 4]
     for part in ("checkpoints", "evaluations", "images"):
         assert [folder.name for folder in (directory.path / part).iterdir()] == ["step-000002"]
-        assert [folder.name for folder in (aside / part).iterdir()] == ["step-000004"]
+        moved = {folder.name for folder in (aside / part).iterdir()}
+        assert moved == {"step-000004", *([".replaced-step-000003"] if part == "checkpoints" else [])}
     assert f"were moved to {aside}" in caplog.text
+
+
+def test_later_checkpoints_on_another_file_system_stay_there(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`RUN/checkpoints` is a link: they cannot be renamed into the run directory."""
+    directory = opened(config())
+    directory.log("train", 4, {})
+    directory.close()
+    for step in (2, 4):
+        (directory.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+        (directory.checkpoints / f"step-{step:06d}/complete.json").write_text("{}")
+    rename = Path.rename
+
+    def elsewhere(file: Path, place: Path) -> Path:
+        if place.is_relative_to(directory.path / "attempt-1"):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return rename(file, place)
+
+    monkeypatch.setattr(Path, "rename", elsewhere)
+    back = RunDir(config(resume=str(directory.checkpoints / "step-000002")))
+    back.open(2, checkpoint=directory.checkpoints / "step-000002")
+    back.close()
+    assert (directory.checkpoints / "attempt-1" / "step-000004" / "complete.json").is_file()
+    assert not (directory.checkpoints / "step-000004").exists()

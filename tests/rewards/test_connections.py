@@ -140,6 +140,22 @@ def test_a_body_after_its_answer_ends() -> None:
                     time.sleep(0.01)
 
 
+def test_a_body_that_is_no_http_frees_its_place_at_once() -> None:
+    """400 and the timer that ends the connection came within one call, which then took the timer back."""
+    limits = Limits(header_s=0.5, waiting=1)
+    with serving({"b": Brightness()}, token=SECRET, limits=limits) as url, connect(url) as one:
+        one.sendall(CHUNKED % f"Authorization: Bearer {SECRET}\r\n".encode() + b"ZZ\r\n")
+        started = time.monotonic()
+        assert read_to_the_end(one).startswith(b"HTTP/1.1 400")
+        with RewardClient([url], ["b"], token=SECRET) as client:
+            assert values(client.score(items(1))["b"]) == [brightness(item(0))]
+        assert time.monotonic() - started < 4
+        with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
+            while time.monotonic() < started + 8:
+                one.sendall(b"x")
+                time.sleep(0.05)
+
+
 def test_a_wrong_token_ten_thousand_times(capfd: pytest.CaptureFixture[str]) -> None:
     with serving({"b": Brightness()}, token=SECRET) as url:
         head = b"GET /info HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer wrong\r\n\r\n"

@@ -373,8 +373,8 @@ class AdvantageConfig(RlConfig):
     scale: Literal["group", "batch", "none"] = "group"
     """Standard deviation that divides the advantage: of the group, of the batch (Flow-GRPO's global std), or none."""
     skip_zero_std_groups: Annotated[bool | None, Field(validate_default=True)] = None
-    """Leave out groups with zero reward variance: with a group baseline their advantages are 0. Null is true with a
-    group baseline and false with a batch baseline, where every sample counts."""
+    """Leave out groups with zero reward variance: with a group baseline or scale their advantages are 0. Null is true
+    with a group baseline and false with a batch baseline."""
     late_rewards: Literal["wait", "next_step"] = "wait"
     """An epoch of several optimizer steps waits for all rewards before the first, or each step trains on groups whose
     rewards are in and the last one on all that are left. Which groups a step takes then depends on the times of the
@@ -392,7 +392,7 @@ class AdvantageConfig(RlConfig):
                     f"rollout.group_size: given 1, but algorithm.{name}=group compares samples of one example with "
                     f"each other; set group_size to 2 or more (4-16 is usual), or algorithm.{name}=batch"
                 )
-        if self.skip_zero_std_groups and self.baseline == "batch":
+        if self.skip_zero_std_groups and "group" not in (self.baseline, self.scale):
             raise ValueError(
                 "algorithm.skip_zero_std_groups: given true, but algorithm.baseline=batch compares with the whole "
                 "batch, where a group with zero reward variance counts as well; leave it out, or set baseline=group"

@@ -18,6 +18,7 @@ from PIL import Image
 from retouch.config.parts import completed
 from retouch.disk import write_whole
 from retouch.errors import ConfigError
+from retouch.families import FAMILIES
 from retouch.observe.grids import grid
 from retouch.observe.html import (
     LINE_COLOURS,
@@ -44,11 +45,9 @@ from retouch.rewards.base import UNSCORED
 
 _GRID_EXAMPLES = 8
 
-_OF_THE_IMAGES = ("resolution", "fit")
-"""Keys of a data section that change the images of its examples, but not which examples it has."""
-
 _HOW_READ = (
-    *_OF_THE_IMAGES,
+    "resolution",
+    "fit",
     "reference",
     "reference_strip",
     "prompt_template",
@@ -196,7 +195,7 @@ def sampling_conflicts(runs: Sequence[RunRecord]) -> dict[str, str]:
     first = runs[0]
     found: dict[str, str] = {}
     for run in runs[1:]:
-        keys = sampling_differences(first.config, run.config)
+        keys = {**sampling_differences(first.config, run.config), **_other_weights(first.config, run.config)}
         shown = ", ".join(f"{key} {one} and {other}" for key, (one, other) in keys.items())
         if shown:
             found[run.name] = (
@@ -216,13 +215,24 @@ def sampling_differences(one: Record, other: Record) -> dict[str, tuple[Any, Any
     return {key: (value, also[key]) for key, value in flat.items() if value != also[key]}
 
 
+def _other_weights(one: Record, other: Record) -> dict[str, tuple[Any, Any]]:
+    """The key of the evaluated weights, where both runs have EMA weights and one evaluates its raw ones."""
+    kinds = ["raw" if run["evaluation"].get("weights") == "raw" else "ema" for run in (one, other)]
+    both = bool(one.get("ema") and other.get("ema"))
+    return {"evaluation.weights": (kinds[0], kinds[1])} if both and kinds[0] != kinds[1] else {}
+
+
 def _sampling(config: Record) -> Record:
+    """Settings by key, as they apply: with the family's own scale of guidance where none is given."""
     evaluation, rollout = config["evaluation"], config["rollout"]
     data = evaluation.get("data") or config["data"]
+    size, guidance = data.get("resolution"), rollout.get("guidance_scale")
+    family = FAMILIES.find(config["model"]["family"])
     return {
         "num_steps": evaluation.get("num_steps") or rollout.get("num_steps"),
-        "rollout.guidance_scale": rollout.get("guidance_scale"),
-        **{key: data.get(key) for key in _OF_THE_IMAGES},
+        "rollout.guidance_scale": family.spec.guidance_scale if guidance is None and family is not None else guidance,
+        "resolution": [size, size] if isinstance(size, int) else size,
+        "fit": data.get("fit"),
     }
 
 

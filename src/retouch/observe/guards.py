@@ -138,6 +138,8 @@ class GoldPairs:
 
     def alarm(self, gold: str, level: float) -> str | None:
         """The alarm for trained rewards that rise while gold falls; the intervals of both exclude 0."""
+        if self._as_by_chance(level):
+            return None
         zeros = [0.0] * len(self.examples)
         rise = paired_difference(self.rises, zeros, self.examples)
         fall = paired_difference(self.falls, zeros, self.examples, level)
@@ -148,8 +150,16 @@ class GoldPairs:
             "this may be reward hacking"
         )
 
-    def detectable_fall(self, level: float) -> float:
-        """The true fall of gold that raises its alarm with a probability of about .8."""
+    def _as_by_chance(self, level: float) -> bool:
+        """Whether as many examples all fall by chance more often than the level permits. Where gold is 0 or 1, equal
+        falls have an interval without width, which excludes 0 at every level."""
+        return 0.5 ** len(set(self.examples)) > (1 - level) / 2
+
+    def detectable_fall(self, level: float) -> float | None:
+        """The true fall of gold that raises its alarm with a probability of about .8 where the trained rewards rise;
+        None where none does, or the spread of gold is unknown because all changes are equal."""
+        if self._as_by_chance(level) or len(set(self.falls)) < 2:
+            return None
         mean, low, _ = paired_difference(self.falls, [0.0] * len(self.examples), self.examples, level)
         half, degrees = mean - low, len(set(self.examples)) - 1
         return half * (1 + NormalDist().inv_cdf(0.8) / student(degrees, level))
@@ -284,7 +294,8 @@ def evaluation_alarms(
         )
     of_gold = [pairs.alarm(name, level) for name, pairs in compared.items()]
     for name, pairs in compared.items():
-        logger.info("%s: a fall of %.3g raises the alarm in 8 of 10 cases", name, pairs.detectable_fall(level))
+        if (fall := pairs.detectable_fall(level)) is not None:
+            logger.info("%s: where the trained rewards rise, a fall of %.3g raises the alarm in 8 of 10", name, fall)
     found: list[str | None] = []
     for name in ("saturation", "sharpness", "jpeg_bits"):
         key = PREFIX + name

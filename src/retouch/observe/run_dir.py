@@ -9,6 +9,7 @@ costs of the first process are under "time" alone; all other fields are equal in
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import itertools
 import json
@@ -16,6 +17,8 @@ import logging
 import math
 import os
 import platform
+import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,8 +66,10 @@ PACKAGES = (
 _OF_AN_ATTEMPT = ("images", "evaluations", "tensorboard", "wandb", "run_id", "metrics.jsonl")
 """Files that are moved to a folder of their own when a run starts again; the last one marks a directory as a run."""
 
-_BY_STEP = ("checkpoints", "evaluations", "images")
-"""Folders with a folder `step-000040` for each step."""
+_BY_STEP = ("evaluations", "images", "checkpoints")
+"""Folders with a folder `step-000040` for each step; the last one shows that a run has later steps."""
+
+_STEP = re.compile(r"(?:\.replaced-)?step-(\d+)")
 
 _FILES = ("config.yaml", "begun_from", "environment.json", "metrics.jsonl", "log.txt", "run_id", "report.html")
 
@@ -461,26 +466,49 @@ def _truncate(metrics: Path, step: int, *, evaluated: bool) -> None:
 
 def _put_aside(run: Path, files: Sequence[Path]) -> Path:
     """Move files of an attempt to a folder of the run directory."""
+    aside = _new_attempt(run)
+    _move(run, files, aside)
+    return aside
+
+
+def _new_attempt(run: Path) -> Path:
     places = (run / f"attempt-{number}" for number in itertools.count(1))
     aside = next(place for place in places if not place.exists())
     aside.mkdir()
+    return aside
+
+
+def _move(run: Path, files: Sequence[Path], aside: Path) -> None:
+    """Move files of a run, in their order. A folder may be a link to another file system, to which renaming cannot
+    lead: what is in it stays there, in a folder of the name of `aside`."""
     for file in files:
         place = aside / file.relative_to(run)
         place.parent.mkdir(parents=True, exist_ok=True)
-        file.rename(place)
-    return aside
+        try:
+            file.rename(place)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            beside = file.parent / aside.name / file.name
+            beside.parent.mkdir(exist_ok=True)
+            file.rename(beside)
 
 
 def _put_later_aside(run: Path, step: int) -> None:
     """Where a run resumes from an earlier checkpoint than its newest, move the files of later steps away: the next
     `resume=auto` would go on from a checkpoint of steps that metrics.jsonl has no more."""
-    folders = [folder for part in _BY_STEP for folder in sorted((run / part).glob("step-*"))]
-    later = [folder for folder in folders if (end := folder.name.removeprefix("step-")).isdecimal() and int(end) > step]
+    later = [
+        folder
+        for part in _BY_STEP
+        for folder in sorted((run / part).glob("*step-*"))
+        if (match := _STEP.fullmatch(folder.name)) and int(match[1]) > step
+    ]
     if not any(folder in later for folder in complete_checkpoints(run / "checkpoints")):
         return  # it was stopped after its newest checkpoint, and comes to the same files again
-    copied = (run / "metrics.jsonl").read_bytes() if (run / "metrics.jsonl").is_file() else b""
-    aside = _put_aside(run, later)
-    (aside / "metrics.jsonl").write_bytes(copied)
+    aside = _new_attempt(run)
+    if (run / "metrics.jsonl").is_file():  # first: after a kill, the next start finds later checkpoints again
+        shutil.copyfile(run / "metrics.jsonl", aside / "metrics.jsonl")
+    _move(run, later, aside)
     logger.warning("the checkpoints of steps after %d, and their files, were moved to %s", step, aside)
 
 

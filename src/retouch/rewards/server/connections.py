@@ -15,6 +15,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from retouch.rewards.server.admission import Limits, bears
 
+_STRANGERS_BYTES = 16 << 20
+"""Of a request without the token: a batch of images of a client with a wrong one."""
+
 _SLICE = 4096  # bytes of a request that are parsed at once where one byte may be a chunk: some 10 ms
 
 
@@ -43,6 +46,11 @@ class Connections:
     def remove(self, one: BoundedConnection) -> None:
         self._open.discard(one)
         self._strangers.pop(one, None)
+
+    def most_to_drop(self, one: BoundedConnection) -> int:
+        """Bytes of a body that are read after its answer: of a stranger few, because whoever sends for ever takes the
+        time of the loop."""
+        return _STRANGERS_BYTES if one in self._strangers else self.limits.body
 
     def admit(self, one: BoundedConnection) -> bool:
         """Whether the request whose headers have arrived bears the token; its connection is then no stranger."""
@@ -85,12 +93,15 @@ class BoundedConnection(H11Protocol):
         self.peers.add(self)
 
     def close(self) -> None:
-        """End the answer; close once the peer has sent its body, or after `header_s` seconds."""
+        """End the answer; close once the peer closes, or after `header_s` seconds."""
         sends = self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
         if not sends or self._to_drop is not None or self._socket.is_closing():
             self._socket.close()
             return
-        self._rest, self._to_drop = b"", self.peers.limits.body
+        if self.conn.their_state is h11.ERROR and self.cycle is not None:  # nothing of the body will be read
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._rest, self._to_drop = b"", self.peers.most_to_drop(self)
         if self._socket.can_write_eof():
             self._socket.write_eof()
         self._stop_waiting()
@@ -129,6 +140,8 @@ class BoundedConnection(H11Protocol):
         now, self._rest = (data, b"") if whole else (data[:_SLICE], data[_SLICE:])
         request: Any = self.cycle
         super().data_received(now)
+        if self._to_drop is not None:  # answered already, by 400
+            return
         if self.cycle is not request:
             if self.peers.admit(self):
                 self._stop_waiting()
