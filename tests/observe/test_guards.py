@@ -133,9 +133,9 @@ def test_the_fall_that_is_seen_in_8_of_10_cases(examples: int, earlier: int) -> 
 
 
 def test_gold_is_compared_with_its_best_and_statistics_with_the_first() -> None:
-    first = rows([0.1] * 6, [0.5] * 6, **{"picture.saturation": 0.2, "picture.nearest": 0.4})
-    best = rows([0.3] * 6, [0.9] * 6, **{"picture.saturation": 0.3, "picture.nearest": 0.3})
-    now = rows([0.6] * 6, [0.6] * 6, **{"picture.saturation": 0.5, "picture.nearest": 0.1})
+    first = rows([0.1] * 12, [0.5] * 12, **{"picture.saturation": 0.2, "picture.nearest": 0.4})
+    best = rows([0.3] * 12, [0.9] * 12, **{"picture.saturation": 0.3, "picture.nearest": 0.3})
+    now = rows([0.6] * 12, [0.6] * 12, **{"picture.saturation": 0.5, "picture.nearest": 0.1})
     assert evaluation_alarms([], now, WEIGHTS, ["gold"]) == []
     gold, *rest = evaluation_alarms([first, best], now, WEIGHTS, ["gold"])
     assert gold.of_gold and "fell by 0.3" in gold.text
