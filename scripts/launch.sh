@@ -59,7 +59,7 @@ run_file() {
 }
 
 is_manifest() { # by its name, or a folder in the layout of imagefolder
-  case $1 in *.json | *.jsonl | *.csv) return 0 ;; esac
+  case ${1,,} in *.json | *.jsonl | *.csv | *.tsv) return 0 ;; esac
   [ -n "$1" ] && [ ! -e "$1/self_bench.txt" ] && { [ -e "$1/metadata.jsonl" ] || [ -e "$1/metadata.csv" ]; }
 }
 
@@ -75,4 +75,23 @@ adapter_file() {
   elif is_manifest "${DATA_PATH-}"; then
     run+=(data.format=manifest data.reference=mask_box)
   fi
+}
+
+# `now_all_weights ALGORITHM ARGUMENT ...` starts the launcher of all weights of FLUX.1-Fill from a path that trained a
+# LoRA in earlier versions. A job that is queued again must not leave its LoRA for a new run.
+now_all_weights() {
+  local folder=scripts/finetune name=finetune_flux_fill_$1 parent=runs former word
+  run_file flux_fill "$1"
+  shift
+  for word in "$@"; do
+    case $word in logging.dir=*) parent=${word#*=} ;; esac
+  done
+  former=$parent/$(basename "${run[0]}" .yaml)
+  if [ -e "$former/checkpoints" ] && [ ! -e "${former}_full" ]; then
+    echo "$former: a run of a LoRA, which this path no longer trains; to continue it, run" \
+      "$folder/${name}_lora_4gpus.sh; to train all weights, run $folder/${name}_4gpus.sh" >&2
+    exit 2
+  fi
+  echo "${name}_4gpus.sh: trains all weights now; for a LoRA run $folder/${name}_lora_4gpus.sh" >&2
+  exec "$folder/${name}_4gpus.sh" ${dry_run:+--dry-run} "$@"
 }

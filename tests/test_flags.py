@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.main
 
+from retouch.algorithms import ALGORITHMS
+from retouch.cli import app, flags
 from retouch.cli.flags import KEYS, answer
+from retouch.config import parse_run
+from retouch.config.check import require_trainable
+from retouch.config.load import read_yaml
+from retouch.families import FAMILIES
+from retouch.families.base import SHORT_NAMES
 from tests.command_line import retouch
 from tests.docs.test_coming_from import ROWS
 
@@ -37,7 +47,7 @@ LINES = {
         *("configs/qwen_image_sft.yaml", "data.format=manifest", "data.path=data.json"),
     ],
     "--model_type flux --use_rl --train_data_json l.json --ocr_weight 0.3 --vlm_weight 0.7": [
-        *("configs/flux_fill_manifest_grpo.yaml", "data.path=l.json", "rewards.ocr.weight=0.3"),
+        *("configs/flux_fill_manifest_grpo.yaml", "data.path=l.json", "rewards.ocr={weight: 0.3}"),
         "rewards.vlm={weight: 0.7}",
     ],
     "--siglip_path s --use_rl --ocr_weight 0.3 --vlm_weight 0.7": [
@@ -50,8 +60,24 @@ LINES = {
     "--use_rl false --use_ema false --resume_from_checkpoint latest": [
         *("configs/flux_fill_sft.yaml", "ema=null", "resume=auto"),
     ],
-    "--model_type sdxl --max_train_steps 3": ["RUN.yaml", "training.max_steps=3"],
+    "--model_type sdxl --max_train_steps 3": ["RUN.yaml", "model.family=sdxl", "training.max_steps=3"],
+    "--model_type flux --train_data_json x.json --use_rl --rl_method ppo": [
+        *("configs/flux_fill_manifest_grpo.yaml", "algorithm.name=ppo", "data.path=x.json"),
+    ],
+    "--siglip_path s --rl_method dpo": [
+        *("configs/flux_fill_ip_grpo.yaml", "algorithm.name=dpo", "model.train.image_encoder=s"),
+        "rewards.style.image_encoder=s",
+    ],
+    "--model_type qwen --rl_method ppo": ["configs/qwen_image_grpo.yaml", "algorithm.name=ppo"],
+    "--model_type sd3 --siglip_path s --rl_method nft": [
+        *("RUN.yaml", "algorithm.name=nft", "model.family=sd3", "model.train.image_encoder=s"),
+    ],
+    "--rl_method kto --model_type sd3": ["RUN.yaml", "algorithm.name=kto", "model.family=sd3"],
+    "--learning_rate 1e-4 --use_8bit_adam run.yaml": ["run.yaml", "optimizer.lr=1e-4"],
 }
+DATA = ("", "--train_data_json x.json", "--siglip_path s", "--siglip_path s --train_data_json x.json",
+        "--initial_ip_adapter_path a.bin")  # fmt: skip
+REWARDS = ("", "--ocr_weight 0.4 --vlm_weight 0.6")
 
 
 def line_of(typed: str) -> list[str]:
@@ -81,6 +107,58 @@ def test_the_line_of_the_guides_is_accepted(typed: str, monkeypatch: pytest.Monk
     assert ("nft does not read --rl_timestep_fraction, --rl_grpo_clip_range" in refused.err) == (
         "--rl_method=nft" in typed
     )
+
+
+@pytest.mark.parametrize("model", [*FAMILIES, *SHORT_NAMES])
+def test_every_line_is_of_a_file_that_is_there_and_accepted(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every algorithm, data, adapter and reward: only RUN.yaml, where no file fits, is left to the reader."""
+    for name in ("MODEL_PATH", "DATA_PATH", "DATA_JSON_PATH", "IMAGE_ROOT", "EVAL_DATA_PATH"):
+        monkeypatch.setenv(name, "somewhere")
+    read, tried = cache(read_yaml), set[tuple[str, ...]]()
+    for method, data, rewards in itertools.product(("", *flags._SWITCHED), DATA, REWARDS):  # pyright: ignore[reportPrivateUsage]
+        line = line_of(f"--model_type {model} {f'--use_rl --rl_method {method}' if method else ''} {data} {rewards}")
+        if line[0] != "RUN.yaml" and tuple(line) not in tried:
+            run = parse_run(read(REPOSITORY / line[0]), line[1:], source=shlex.join(line))
+            require_trainable(run)
+            assert (run.algorithm.name, run.model.family) == (method or "sft", SHORT_NAMES.get(model, model))
+            assert (run.model.train.kind == "ip_adapter") == ("_path" in data)
+        tried.add(tuple(line))
+    assert len({line for line in tried if line[0] != "RUN.yaml"}) >= 10
+
+
+def test_the_published_files_are_those_of_configs() -> None:
+    table = flags._PUBLISHED  # pyright: ignore[reportPrivateUsage]
+    there = {kind: [a for a in ALGORITHMS if (REPOSITORY / f"configs/{kind}_{a}.yaml").is_file()] for kind in table}
+    assert {kind: sorted(named) for kind, named in table.items()} == {k: sorted(named) for k, named in there.items()}
+    assert {*FAMILIES} <= {*table} and all("grpo" in named for named in table.values())
+    parts = ("_ip", "_ip_vlm_ocr", "_manifest")
+    more = {f"{family}{part}" for family in FAMILIES for part in parts}
+    assert {kind for kind in more if (REPOSITORY / f"configs/{kind}_grpo.yaml").is_file()} == more & {*table}
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        (
+            "check run.yaml --memory --world-size 4 --learning_rate 1e-4 --accelerate a=b.yaml --json --trust",
+            "check run.yaml optimizer.lr=1e-4 --memory --world-size 4 --accelerate a=b.yaml --json --trust",
+        ),
+        ("check --world-size=4 --use_rl a.yaml", "check a.yaml algorithm.name=grpo --world-size=4"),
+        ("train a.yaml --verbose --learning_rate 1", "train a.yaml optimizer.lr=1 --verbose"),
+        ("train a.yaml -v --learning_rate 1 --world-size", "train a.yaml optimizer.lr=1 -v"),
+    ],
+)
+def test_own_options_stay_in_the_line(typed: str, line: str) -> None:
+    command, *words = shlex.split(typed)
+    message = answer(command, words)
+    assert message is not None and message.rpartition("; type\n  retouch ")[2] == line
+
+
+def test_own_options_are_those_of_the_commands() -> None:
+    group = typer.main.get_command(app)
+    for command, own in flags._OWN.items():  # pyright: ignore[reportPrivateUsage]
+        options = [p for p in group.commands[command].params if p.param_type_name == "option"]  # type: ignore[attr-defined]
+        assert own == {name: not p.is_flag for p in options for name in p.opts if name.startswith("--")}
 
 
 def test_the_flags_are_those_of_the_page() -> None:

@@ -555,3 +555,20 @@ def test_labelled_images_that_are_compared_with_themselves_are_a_warning(run_wit
         return [line for line in warnings_of(run) if "on one process is its own" in line]
 
     assert len(warned(1)) == 1 and warned(2) == []
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_clip_range_that_never_clips_is_a_warning(name: str, run_with: RunWith) -> None:
+    """The usual .2 is for sums over few actions."""
+
+    def warned(clip_range: float, more: str = "", *overrides: str) -> list[str]:
+        run = run_with(f"algorithm={{name: {name}, clip_range: {clip_range}{more}}}", *overrides)
+        return [line for line in warnings_of(run) if line.startswith("algorithm.clip_range: ")]
+
+    [line] = warned(0.2)
+    assert line == (
+        "algorithm.clip_range: given 0.2, which never clips: log-probabilities are means over latent dimensions, whose "
+        "ratios stay close to 1; set algorithm.clip_range=1e-4, or 1e-5 with rollout.window"
+    )
+    assert len(warned(0.01)) == 1 and warned(0.009) == warned(1e-4) == []
+    assert warned(0.2, ", log_prob_mode: cps", "rollout.step_rule=cps") == []  # its log-probabilities have no std

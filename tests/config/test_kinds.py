@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from retouch.algorithms import ALGORITHMS
 from retouch.config import ConfigError, RunConfig, load_run, parse_run
@@ -178,6 +179,46 @@ def test_kept_and_unread_keys_are_options() -> None:
             for part in kind.__mro__:
                 assert {*vars(part).get("KEPT", ())} <= {*getattr(part, "model_fields", ())}, part
                 assert {*vars(part).get("UNREAD", ())} <= known, part
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "stays"),
+    [
+        ("${ALGO:-grpo}", "grpo", True),
+        ("grpo", "${ALGO:-grpo}", True),
+        ("${ALGO_UNSET}", "grpo", True),  # nothing is known of it
+        ("${ALGO:-ppo}", "grpo", False),
+        ("grpo", "${ALGO:-ppo}", False),
+    ],
+)
+def test_a_kind_in_a_variable_is_the_one_that_it_stands_for(
+    then: str, now: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the command line, in Python, and where a file extends another."""
+    for name in ("ALGO", "ALGO_UNSET"):
+        monkeypatch.delenv(name, raising=False)
+    below = {**BASE, "algorithm": {"name": then, "kl_weight": 0.04, "sft_steps": 3}}
+    expected = (0.04, 3) if stays else (0.0, 3)
+    override = f"algorithm.name={now}"
+    for run in (parse_run(below, [override]), parse_run(overlaid(below, {"algorithm.name": now}))):
+        assert (run.algorithm.kl_weight, run.algorithm.sft_steps) == expected  # type: ignore[union-attr]
+    (tmp_path / "below.yaml").write_text(yaml.safe_dump(below), encoding="utf-8")
+    algorithm: Any = extended(tmp_path, tmp_path / "below.yaml", f"algorithm: {{name: '{now}'}}").algorithm
+    assert algorithm.kl_weight == expected[0]
+    monkeypatch.setenv("ALGO", "nft")
+    if "{ALGO:" in then:
+        assert parse_run(below, [override]).algorithm.kl_weight == 0  # type: ignore[union-attr]
+
+
+def test_a_family_in_a_variable_keeps_its_guidance(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"family": "${FAMILY:-flux_fill}", "path": "tiny", "train": {"kind": "lora", "rank": 4}}
+    below = {**BASE, "model": model, "rollout": {"guidance_scale": 4.0}}
+    monkeypatch.delenv("FAMILY", raising=False)
+    run: Any = parse_run(below, ["model.family=flux_fill"])
+    assert (run.rollout.guidance_scale, run.model.train.rank) == (4, 4)
+    monkeypatch.setenv("FAMILY", "flux_kontext")
+    with pytest.raises(ConfigError, match=r"rollout\.guidance_scale 4\.0 was set"):
+        parse_run(below, ["model.family=flux_fill"])
 
 
 def test_a_section_without_a_kind_changes_none() -> None:

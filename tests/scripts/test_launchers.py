@@ -48,6 +48,8 @@ FORMER = {
     for name in (f"flux_fill_{algorithm}", f"flux_fill_{algorithm}_full", f"sd_inpainting_{algorithm}")
 }
 """Paths of earlier versions -> the launchers that they start."""
+ONCE_OF_A_LORA = {f"finetune_flux_fill_{algorithm}_4gpus": algorithm for algorithm in ("grpo", "dpo", "sft")}
+"""Paths that trained a LoRA in earlier versions."""
 EXPECTED = {
     **FINETUNE,
     **{former: FINETUNE[name] for former, name in FORMER.items()},
@@ -98,7 +100,9 @@ def dry_run(name: str, *arguments: str, **variables: str) -> str:
     command = [str(REPOSITORY / f"scripts/{name}.sh"), "--dry-run", *arguments]
     kept = {k: v for k, v in os.environ.items() if k not in VARIABLES}
     done = subprocess.run(command, cwd="/", env={**kept, **variables}, capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stderr) == (0, "")
+    lora = f"scripts/finetune/{name.replace('_4gpus', '_lora_4gpus')}.sh"
+    note = f"{name}.sh: trains all weights now; for a LoRA run {lora}\n" if name in ONCE_OF_A_LORA else ""
+    assert (done.returncode, done.stderr) == (0, note)
     return done.stdout
 
 
@@ -198,6 +202,44 @@ def test_the_run_file_fits_the_data(name: str, tmp_path: Path, monkeypatch: pyte
                 environment.setenv(variable, value)
             outcome = retouch("check", *chosen, "--world-size", "4" if "accelerate" in words else "1")
             assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.parametrize("name", ["list.TSV", "list.tsv", "LIST.JSON", "a.b/List.Jsonl", "l.CSV"])
+def test_a_list_is_known_by_its_suffix_in_either_case(name: str) -> None:
+    """As `data.path` reads it."""
+    words = shlex.split(dry_run("train_grpo", DATA_PATH=name))
+    assert words[3:5] == ["data.path=${DATA_PATH}", "optimizer.gradient_accumulation=64"]
+    assert words[2] == "configs/flux_fill_manifest_grpo.yaml"
+
+
+@pytest.mark.parametrize(("name", "algorithm"), ONCE_OF_A_LORA.items())
+def test_a_job_that_trained_a_lora_starts_no_run_of_all_weights(name: str, algorithm: str, tmp_path: Path) -> None:
+    """It is found where the LoRA's launcher put it, by its data and `logging.dir`."""
+    shutil.copytree(REPOSITORY / "scripts", tmp_path / "scripts")
+
+    def started(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [str(tmp_path / f"scripts/{name}.sh"), "--dry-run", *arguments]
+        kept = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+        return subprocess.run(command, cwd="/", env={**kept, **variables}, capture_output=True, text=True, timeout=30)
+
+    cases: tuple[tuple[str, list[str], dict[str, str]], ...] = (
+        (f"runs/flux_fill_{algorithm}", [], {}),
+        (f"runs/flux_fill_manifest_{algorithm}", [], {"DATA_JSON_PATH": "l.json"}),
+        (f"else where/flux_fill_{algorithm}", ["logging.dir=else where"], {}),
+    )
+    lora, whole = (f"scripts/finetune/finetune_flux_fill_{algorithm}{kind}_4gpus.sh" for kind in ("_lora", ""))
+    for run, arguments, variables in cases:
+        assert started(*arguments, **variables).returncode == 0
+        (tmp_path / run / "checkpoints").mkdir(parents=True)
+        done = started(*arguments, **variables)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (
+            f"{run}: a run of a LoRA, which this path no longer trains; to continue it, run {lora}; to train all "
+            f"weights, run {whole}\n"
+        )
+        (tmp_path / f"{run}_full").mkdir()  # which has been started since
+        done = started(*arguments, **variables)
+        assert (done.returncode, f"_{algorithm}_full.yaml" in done.stdout) == (0, True)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from PIL import Image
 from pydantic import Field, model_validator
 
 from retouch.config.base import Count, ImageCount, NonNegative, Section, Text
-from retouch.config.load import overlaid, with_variables
+from retouch.config.load import overlaid
+from retouch.config.variables import with_variables
 from retouch.data.base import DataSection, ItemFiles, ProtocolData
 from retouch.errors import ConfigError
 from retouch.rewards.base import UNSCORED, Reward, RewardEntry

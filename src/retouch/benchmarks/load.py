@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import Benchmark
 from retouch.config.errors import explain, nearest
-from retouch.config.load import read_yaml, with_variables
+from retouch.config.load import read_yaml
+from retouch.config.variables import with_variables
 from retouch.disk import is_file
 from retouch.errors import ConfigError
 from retouch.registry import import_plugins_of_environment

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from retouch.algorithms import ALGORITHMS
-from retouch.families import FAMILIES
 from retouch.families.base import SHORT_NAMES
 
 KEYS: Mapping[str, str] = {
@@ -61,6 +60,37 @@ _CHOICE = ("model_type", "use_rl", "rl_method", "use_ema")
 
 _FALSE = ("false", "False", "0", "no")
 
+_PUBLISHED: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("flux_fill", "sd_inpaint"), ("sft", "grpo", "ppo", "dpo", "nft", "reward_gradient")),
+    **dict.fromkeys(("flux_fill_manifest", "sd_inpaint_manifest"), ("sft", "grpo", "dpo", "nft")),
+    **dict.fromkeys(
+        ("flux_fill_ip", "sd_inpaint_ip", "qwen_image", "qwen_image_ip", "qwen_image_edit"), ("sft", "grpo", "nft")
+    ),
+    **dict.fromkeys(
+        ("flux_dev", "flux_kontext", "sdxl_inpaint", "sd3", "z_image", "flux2_klein", "flux2_dev", "qwen_image_21"),
+        ("grpo", "nft"),
+    ),
+    "flux_fill_ip_vlm_ocr": ("grpo",),
+}
+"""Start of a name in configs/ -> the algorithms with such a file. The package may be installed without configs/."""
+
+_WITH_OCR = frozenset(
+    {
+        *("flux_fill", "flux_fill_ip", "flux_fill_ip_vlm_ocr", "sd_inpaint", "sd_inpaint_ip", "sdxl_inpaint"),
+        *("sd3", "qwen_image", "qwen_image_ip", "qwen_image_21"),
+    }
+)
+"""Those whose files have the reward `ocr`."""
+
+_SWITCHED = ("sft", "grpo", "ppo", "dpo", "nft")
+"""Algorithms that `algorithm.name` alone makes of a file of GRPO."""
+
+_OWN: Mapping[str, Mapping[str, bool]] = {
+    "train": {"--verbose": False},
+    "check": {"--world-size": True, "--memory": False, "--accelerate": True, "--trust": False, "--json": False},
+}
+"""Command -> its own options, and whether a value follows."""
+
 
 def answer(command: str, arguments: Sequence[str]) -> str | None:
     """The message for arguments with flags of other scripts, whose last part is the line to type; None without one.
@@ -69,13 +99,16 @@ def answer(command: str, arguments: Sequence[str]) -> str | None:
         command: train or check.
         arguments: words behind it.
     """
-    given, words, unknown = _parsed(arguments)
+    own, others = _without_own(arguments, _OWN[command])
+    given, words, unknown = _parsed(others)
     if not given:
         return None
-    files = [word for word in words if word.endswith((".yaml", ".yml"))]
-    file = files[0] if files else _run_file(given)
-    typed, unread = _overrides(given, file, published=not files)
-    line = shlex.join(["retouch", command, file, *typed, *(word for word in words if word not in files)])
+    files = [word for word in words if _is_run_file(word)]
+    kind = "" if files else _kind(given)
+    named = _algorithm(given) if _algorithm(given) in _PUBLISHED.get(kind, ()) else "grpo"
+    file = files[0] if files else f"configs/{kind}_{named}.yaml" if kind else "RUN.yaml"
+    typed, unread = _overrides(given, kind, named)
+    line = shlex.join(["retouch", command, file, *typed, *(word for word in words if word not in files), *own])
     notes = [
         f"; without a key: {', '.join(unknown)}" if unknown else "",
         f"; {_algorithm(given)} does not read {', '.join(unread)}" if unread else "",
@@ -84,6 +117,23 @@ def answer(command: str, arguments: Sequence[str]) -> str | None:
         f"--{next(iter(given))}: a flag of the fine-tuning scripts; expected keys of a run file (docs/coming-from.md "
         f"has the table{''.join(notes)}); type\n  {line}"
     )
+
+
+def _is_run_file(word: str) -> bool:
+    return word.endswith((".yaml", ".yml"))
+
+
+def _without_own(arguments: Sequence[str], options: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """The options that are the command's own, with their values, and the other words."""
+    own, others = list[str](), list[str]()
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        name, equals, _ = word.partition("=")
+        (own if name in options else others).append(word)
+        if options.get(name) and not equals and left:
+            own.append(left.pop(0))
+    return own, others
 
 
 def _parsed(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[str]]:
@@ -97,7 +147,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[s
             continue
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
-        takes = left and not left[0].startswith("--") and "=" not in left[0]
+        takes = left and not left[0].startswith("--") and "=" not in left[0] and not _is_run_file(left[0])
         if not equals and takes and (name not in _SWITCHES or left[0].lower() in ("true", *_FALSE)):
             value = left.pop(0)
         if name in KEYS:
@@ -112,64 +162,67 @@ def _algorithm(given: Mapping[str, str]) -> str:
     return "sft" if off else given.get("rl_method", "grpo")
 
 
-def _run_file(given: Mapping[str, str]) -> str:
-    """The published file of the model, its trained part, its data, its rewards and its algorithm."""
+def _kind(given: Mapping[str, str]) -> str:
+    """Start of the names of the published files for the model, its trained part, its data and its rewards; "" if none
+    of them becomes a run of the algorithm."""
     family = given.get("model_type", "flux")
     family = SHORT_NAMES.get(family, family)
-    if family not in FAMILIES:
-        return "RUN.yaml"
-    algorithm, kind = _algorithm(given), ""
+    algorithm, part = _algorithm(given), ""
     if not {"siglip_path", "initial_ip_adapter_path"}.isdisjoint(given):
         judged = "vlm_weight" in given and (family, algorithm) == ("flux_fill", "grpo")
-        kind = "_ip_vlm_ocr" if judged else "_ip"
-    elif "train_data_json" in given and family == "flux_fill":
-        kind = "_manifest"
-    return f"configs/{family}{kind}_{algorithm}.yaml"
+        part = "_ip_vlm_ocr" if judged else "_ip"
+    elif "train_data_json" in given and f"{family}_manifest" in _PUBLISHED:
+        part = "_manifest"
+    kind = f"{family}{part}"
+    return kind if algorithm in (*_PUBLISHED.get(kind, ()), *_SWITCHED) and kind in _PUBLISHED else ""
 
 
-def _overrides(given: Mapping[str, str], file: str, *, published: bool) -> tuple[list[str], list[str]]:
+def _overrides(given: Mapping[str, str], kind: str, named: str) -> tuple[list[str], list[str]]:
     """key=value of the flags, and the flags that the algorithm does not read.
 
     Args:
-        published: whether `file` was chosen by the flags.
+        kind: of the published file; "" for another run file, whose model and algorithm are not known.
+        named: algorithm of the published file.
     """
     algorithm = _algorithm(given)
     options = ALGORITHMS[algorithm].model_fields if algorithm in ALGORITHMS else {}
     typed, unread = list[str](), list[str]()
-    if not published and not {"use_rl", "rl_method"}.isdisjoint(given):
+    chosen = algorithm != named if kind else not {"use_rl", "rl_method"}.isdisjoint(given)
+    if chosen:
         typed.append(f"algorithm.name={algorithm}")
-    if not published and "model_type" in given:
+    if not kind and "model_type" in given:
         typed.append(f"model.family={SHORT_NAMES.get(given['model_type'], given['model_type'])}")
     for flag, value in given.items():
         section, _, key = KEYS[flag].partition(".")
         if section == "algorithm" and flag not in _CHOICE and options and key not in options:
             unread.append(f"--{flag}")
         else:
-            typed += _typed(flag, value, file if published else "")
+            typed += _typed(flag, value, kind, algorithm)
     return typed, unread
 
 
-def _typed(flag: str, value: str, file: str) -> list[str]:
+def _typed(flag: str, value: str, kind: str, algorithm: str) -> list[str]:
     """key=value of one flag.
 
     Args:
-        file: the run file, if it is a published one.
+        kind: as of `_overrides`.
     """
     key = KEYS[flag]
     if flag in _CHOICE:
         return ["ema=null"] if flag == "use_ema" and value in _FALSE else []
     if flag == "siglip_path":
-        compared = file.endswith(("_ip_grpo.yaml", "_ip_nft.yaml"))  # its reward reads the same encoder
+        compared = kind.endswith("_ip") and algorithm != "sft"  # its reward reads the same encoder
         return [f"{key}={value}", *([f"rewards.style.image_encoder={value}"] if compared else [])]
     if flag == "train_data_json":
-        chosen = [] if "_manifest_" in file else ["data.format=manifest"]
-        return [*chosen, f"{key}={value}", *(["data.reference=mask_box"] if "_ip_" in file else [])]
+        chosen = [] if kind.endswith("_manifest") else ["data.format=manifest"]
+        return [*chosen, f"{key}={value}", *(["data.reference=mask_box"] if "_ip" in kind else [])]
     if flag == "report_to":
         return [f"{key}=[{'' if value == 'none' else value}]"]
     if flag == "rl_per_prompt_stat_tracking":
         return [f"{key}={'batch' if value in _FALSE else 'group'}"]
     if flag == "resume_from_checkpoint":
         return [f"{key}={'auto' if value == 'latest' else value}"]
-    if flag == "vlm_weight" and "_vlm_" not in file:
-        return [f"rewards.vlm={{weight: {value}}}"]
+    added = "_vlm_" not in kind if flag == "vlm_weight" else bool(kind) and kind not in _WITH_OCR
+    if flag in ("vlm_weight", "ocr_weight") and added:
+        return [f"{key.removesuffix('.weight')}={{weight: {value}}}"]
     return [f"{key}={value}"]

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from retouch.algorithms import ALGORITHMS
+from retouch.config.errors import ConfigError
+from retouch.config.variables import with_variables
 from retouch.data.formats import FORMATS
 from retouch.families import DEFAULT_FAMILY, FAMILIES
 from retouch.registry import Registry
@@ -38,7 +40,16 @@ def changed_tag(below: Mapping[str, Any], above: Mapping[str, Any], key: Key) ->
     tags = (*_TAGS, "name") if key == ("algorithm",) else _TAGS
     unsaid = {"family": DEFAULT_FAMILY} if key == ("model",) else {"scorer": key[-1]} if is_reward(key) else {}
     kind = {**unsaid, **below}
-    return next((tag for tag in tags if tag in above and tag in kind and above[tag] != kind[tag]), None)
+    return next((tag for tag in tags if tag in above and tag in kind and _differ(kind[tag], above[tag])), None)
+
+
+def _differ(then: object, now: object) -> bool:
+    """Whether two kinds are different ones, variables filled in. A variable that is not set drops no key, because
+    nothing is known of it; the validation reports it."""
+    try:
+        return with_variables(now) != with_variables(then)
+    except ConfigError:
+        return False
 
 
 class Replaced(NamedTuple):
@@ -84,11 +95,11 @@ def _replaced(
             if isinstance(value, dict) and isinstance(old, dict):
                 yield from _replaced(cast("dict[str, Any]", old), cast("dict[str, Any]", value), typed, (*key, name))
         return
-    registry = ALGORITHMS if tag == "name" else _TAGS[tag]
-    kept = _kept(registry.find(section[tag]) if registry else None)
+    registry, now = ALGORITHMS if tag == "name" else _TAGS[tag], with_variables(section[tag])
+    kept = _kept(registry.find(now) if registry else None)
     dropped = _drop_untyped(section, typed, key, kept)
     left = [".".join((*key, name)) for name in section if name in kept and not _is_set((*key, name), typed)]
-    yield Replaced(".".join((*key, tag)), below.get(tag, key[-1]), section[tag], left, dropped)
+    yield Replaced(".".join((*key, tag)), below.get(tag, key[-1]), now, left, dropped)
 
 
 def _kept(kind: type[Any] | None) -> frozenset[str]:

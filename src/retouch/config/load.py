@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any, Union, cast, get_args, get_origin
 
@@ -23,6 +22,7 @@ from retouch.config.kinds import changed_tag, is_reward, replace_kinds
 from retouch.config.presets import section_of
 from retouch.config.run import RunConfig
 from retouch.config.trust import Key, consented, foreign, in_run_directory, named, require_consent
+from retouch.config.variables import variables_in, with_variables
 from retouch.disk import is_file
 from retouch.families import DEFAULT_FAMILY
 from retouch.registry import import_plugins
@@ -30,14 +30,8 @@ from retouch.rewards import REWARDS
 
 logger = logging.getLogger(__name__)
 
-_VARIABLE = re.compile(r"\$\$(?=\{)|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-((?:\$\{[^}]*\}|[^}])*))?\}")
-"""`${VAR}` or `${VAR:-default}`; the default may contain variables with plain defaults. `$${` stands for `${`."""
-
 THIS_DIR = "${THIS_DIR}"
 """Stands for the folder of the file that holds it."""
-
-_FORMER_NAMES = {"JUDGE_URL": "JUDGE_ADDRESS"}
-"""Environment variable -> the former name under which it is still read."""
 
 _MAX_EXTENDS = 20
 """Maximum length of a chain of files that extend each other."""
@@ -292,7 +286,8 @@ def _check_family(below: Mapping[str, Any], above: Mapping[str, Any]) -> None:
     model, new_rollout = section_of(below, "model"), section_of(above, "rollout")
     old = model.get("family", DEFAULT_FAMILY)
     new, scale = section_of(above, "model").get("family", old), section_of(below, "rollout").get("guidance_scale")
-    if model and new != old and scale is not None and "guidance_scale" not in new_rollout:
+    changed = bool(model) and changed_tag(model, section_of(above, "model"), ("model",)) == "family"
+    if changed and scale is not None and "guidance_scale" not in new_rollout:
         raise ConfigError(
             f"model.family: given {new!r} over {old!r}, for which rollout.guidance_scale {scale} was set; set "
             "guidance_scale anew (null takes the model's own)"
@@ -341,7 +336,7 @@ def _require_consent_to_read(run: Mapping[str, Any], overridden: Collection[Key]
     """Refuse plug-ins and variables of the environment without consent, before one is imported or read; the message
     has the other code and hosts as well, where the file is valid without them."""
     [mark] = RunConfig.model_fields["plugins"].metadata
-    found = dict(_variables_in(run))
+    found = dict(variables_in(run))
     if modules := foreign(run.get("plugins"), mark):
         found["plugins",] = modules
     if not found:
@@ -349,18 +344,6 @@ def _require_consent_to_read(run: Mapping[str, Any], overridden: Collection[Key]
     with suppress(ValidationError):
         found |= named(RunConfig.model_validate(run))
     require_consent(found, overridden, source)
-
-
-def _variables_in(node: Any, key: Key = ()) -> Iterator[tuple[Key, list[str]]]:
-    """The keys of texts with variables of the environment, and these texts."""
-    if isinstance(node, dict):
-        for name, part in cast("dict[str, Any]", node).items():
-            yield from _variables_in(part, (*key, str(name)))
-    elif isinstance(node, list):
-        for number, part in enumerate(cast("list[Any]", node)):
-            yield from _variables_in(part, (*key, str(number)))
-    elif isinstance(node, str) and any(match[1] for match in _VARIABLE.finditer(node)):
-        yield key, [node]
 
 
 def take_in_plugins(modules: object, source: str) -> None:
@@ -435,53 +418,3 @@ def _new_path(path: list[str]) -> list[str]:
         renamed += nested
         nested = nested[renamed[-1]]
     return renamed
-
-
-def with_variables(node: Any, key: str = "", unread: Collection[str] = ()) -> Any:
-    """A part of a YAML file with `${VAR}` and `${VAR:-default}` filled in from the environment.
-
-    Args:
-        key: where it stands in the file, for messages.
-        unread: as of `load_run`.
-
-    Raises:
-        ConfigError: a variable that is not set and has no default.
-    """
-    if isinstance(node, dict):
-        items = cast("dict[str, Any]", node).items()
-        return {name: with_variables(value, f"{key}.{name}" if key else str(name), unread) for name, value in items}
-    if isinstance(node, list):
-        return [with_variables(value, key, unread) for value in cast("list[Any]", node)]
-    if not isinstance(node, str):
-        return node
-
-    def value_of(match: re.Match[str]) -> str:
-        name: str | None = match[1]
-        if name is None:
-            return "$"
-        default: str | None = match[2]
-        found = _environment(name)
-        if default is not None and not found:
-            return _VARIABLE.sub(value_of, default)
-        if found is None and any(key.startswith(f"{section}.") for section in unread):
-            return match[0]
-        if found is None:
-            raise ConfigError(f"{key}: ${{{name}}} is not set in the environment; export {name}=... or pass {key}=...")
-        return found
-
-    return _VARIABLE.sub(value_of, node)
-
-
-def _environment(name: str) -> str | None:
-    """The value of an environment variable; if it is unset, that of its former name."""
-    former = _FORMER_NAMES.get(name)
-    if former is None or os.environ.get(name) or not os.environ.get(former):
-        return os.environ.get(name)
-    _note_former(former, name)
-    return os.environ[former]
-
-
-@cache
-def _note_former(former: str, name: str) -> None:
-    """Log a renamed variable once."""
-    logger.warning("%s: the variable is now called %s and read under both names; export %s instead", former, name, name)

@@ -99,6 +99,7 @@ class GrpoConfig(AdvantageConfig):
         return guided * (sampling_forwards(run) + again + reference + self.inner_epochs * trained * backward)
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
+        yield from super().warnings(run)
         if self.log_prob_mode == "exact" and self.kl_mask_threshold is None and self.clip_range >= NEVER_CLIPS:
             yield (
                 f"algorithm.clip_range: given {self.clip_range:g}, which never clips: log-probabilities are means over "
