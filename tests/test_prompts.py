@@ -68,6 +68,9 @@ def test_what_is_counted_is_what_the_encoder_reads(family: str) -> None:
     for name, encoder in model.texts().encoders.items():
         reader: Any = encoder.reader
         whole = "x" * room(reader, images, closed=True)
+        for closed in (True, False):  # what is counted with it changes no number
+            one, other = (reader.count(prompt, images, closed=closed) for prompt in (whole, "an 'é'"))
+            assert reader.counts([whole, "an 'é'", whole], images, closed=closed) == [one, other, one]
         assert reader.count(whole, images) == reader.length == reader.count(whole + "x", images) - 1
         read = "x" * room(reader, images, closed=False)
         assert len(read) >= len(whole)
@@ -84,7 +87,7 @@ def test_every_encoder_of_a_family_is_counted(family: str) -> None:
     assert readers == {name for name in spec.networks if name.startswith("text_encoder")}
 
 
-def run_of(family: str, path: object, **model: Any) -> RunConfig:
+def run_of(family: str, path: object, reward: str = "ocr", **model: Any) -> RunConfig:
     images = {"format": "manifest", "path": "unread", "resolution": list(SIZE)}
     return parse_run(
         {
@@ -92,7 +95,7 @@ def run_of(family: str, path: object, **model: Any) -> RunConfig:
             "model": {"family": family, "path": str(path), "dtype": "fp32", **model},
             "data": {**images, "format": "manifest" if FAMILIES[family].spec.needs else "prompts"},
             "algorithm": {"name": "grpo"},
-            "rewards": {"ocr": {}},
+            "rewards": {reward: {}},
         }
     )
 
@@ -185,6 +188,19 @@ def test_the_text_that_must_be_read(prompt: str, metadata: dict[str, Any], lost:
     assert bool(problems) is lost
 
 
+@pytest.mark.parametrize(("reward", "lost"), [("ocr", [0, 1, 2]), ("jpeg_size", [1, 2])])
+def test_quotes_are_a_text_where_a_reward_reads_one(reward: str, lost: list[int]) -> None:
+    """A run without such rewards, which may have begun before prompts were counted, keeps all its items: the order of
+    its examples depends on their number. The text of an item is one in any run."""
+    own = [{}, {"text": "OPEN"}, {"lines": ["OPEN"]}]
+    items = [ItemFiles(i, LONG + "'OPEN'", metadata=metadata) for i, metadata in enumerate(own)]
+    run = run_of("sd_inpaint", "tiny", reward)
+    [warning], problems = PromptCheck(run)(run.data, items)
+    assert warning.startswith("3 of 3 prompts are longer than the ")
+    assert list(problems) == lost
+    assert all("reads the text 'OPEN' in the prompt" in str(problem) for problem in problems.values())
+
+
 def test_a_prompt_of_which_nothing_is_read_is_lost() -> None:
     run = run_of("z_image", tiny_model("z_image"), max_sequence_length=4)  # the chat before it takes more
     _, problems = PromptCheck(run)(run.data, [ItemFiles(0, "a sign")])
@@ -215,20 +231,39 @@ def test_a_negative_prompt_is_counted() -> None:
     assert PromptCheck(run_of("flux_fill", "tiny")).fixed() == []
 
 
-def test_short_prompts_are_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Prompts of each call of a tokenizer, as they are counted."""
+    calls, counts = list[list[str]](), TextEncoder.counts
+
+    def recorded(encoder: TextEncoder, given: Any, *arguments: Any, **options: Any) -> list[int]:
+        calls.append(list(given))
+        return counts(encoder, given, *arguments, **options)
+
+    monkeypatch.setattr(TextEncoder, "counts", recorded)
+    return calls
+
+
+def test_short_prompts_are_not_tokenized(counted: list[list[str]]) -> None:
     """Reading 100,000 of them would take seconds at every start."""
     run = run_of("flux_fill", "tiny", max_sequence_length=512)
-    counted, count = list[str](), TextEncoder.count
-
-    def recorded(encoder: TextEncoder, prompt: str, *arguments: Any, **options: Any) -> int:
-        counted.append(prompt)
-        return count(encoder, prompt, *arguments, **options)
-
-    monkeypatch.setattr(TextEncoder, "count", recorded)
     assert PromptCheck(run)(run.data, [ItemFiles(i, f"sign {i}") for i in range(50)]) == ([], {})
-    assert counted == ["", ""]  # once for each encoder
+    assert counted == [[""], [""]]  # once for each encoder
     PromptCheck(run)(run.data, [ItemFiles(0, "開業")])
-    assert counted[2:] == ["開業"] * 2  # its characters may take several tokens each
+    assert counted[2:] == [["開業"]] * 2  # its characters may take several tokens each
+
+
+def test_long_prompts_are_tokenized_together(counted: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call for each would take many times longer; equal ones are counted once, and every one is found."""
+    monkeypatch.setattr("retouch.prompts._AT_ONCE", 4)
+    run = run_of("sd_inpaint", "tiny")
+    long = [f"{LONG * (1 + i % 3)}{i // 2}" for i in range(12)]
+    texts = [f"{prompt} 'OPEN'" for prompt in long]
+    items = [ItemFiles(i, prompt) for i, prompt in enumerate(texts + texts[:3])]
+    [warning], problems = PromptCheck(run)(run.data, items)
+    assert warning.startswith("15 of 15 prompts are longer")
+    assert list(problems) == list(range(15))
+    assert [len(call) for call in counted] == [1, 4, 4, 4, 4, 4, 4]
 
 
 # --- vlm_grpo ---
@@ -277,7 +312,7 @@ def listed(tmp_path: Path) -> Path:
     mask.paste(255, (8, 8, 56, 24))
     mask.save(tmp_path / "m.png")
     prompts = ["The text is 'OPEN'.", LONG + "the text is 'OPEN'.", "'OPEN' is written on it in gold"]
-    files = {"image": "a.png", "mask": "m.png"}
+    files = {"image": "a.png", "mask": "m.png", "text": "OPEN"}
     (tmp_path / "list.json").write_text(json.dumps([{**files, "prompt": p} for p in prompts]), encoding="utf-8")
     run = {
         "name": "t",
@@ -368,9 +403,18 @@ def test_embeddings_do_without_tokenizers(listed: Path, tmp_path: Path) -> None:
     assert note.startswith("prompts are not counted: model.path: cannot load tokenizer/") and not problems
 
 
-@pytest.mark.parametrize(("prompt", "code"), [(LONG + "'OPEN'", 2), ("'OPEN' in gold on wood, lit at night", 0)])
-def test_sample_refuses_a_text_that_is_cut(prompt: str, code: int, listed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "reward", "code"),
+    [
+        (LONG + "'OPEN'", "ocr", 2),
+        (LONG + "'OPEN'", "jpeg_size", 0),
+        ("'OPEN' in gold on wood, lit at night", "ocr", 0),
+    ],
+)
+def test_sample_refuses_a_text_that_is_cut(prompt: str, reward: str, code: int, listed: Path, tmp_path: Path) -> None:
     place = ["--image", tmp_path / "a.png", "--mask", tmp_path / "m.png", "--out", tmp_path / "out"]
+    text = listed.read_text(encoding="utf-8").replace("jpeg_size: {}", f"{reward}: {{}}")
+    listed.write_text(text, encoding="utf-8")
     outcome = retouch("sample", "--config", listed, *place, "--prompt", prompt)
     assert outcome.code == code and cut(1, 1) in told(outcome)
     assert (PROBLEM in outcome.err) is (code == 2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from retouch.errors import shown
 from retouch.lines import parse_lines
 from retouch.model_files import ModelFilesError, component_path
 from retouch.rewards.protocol import quoted_text
+from retouch.texts import reading_rewards
 
 if TYPE_CHECKING:
     from retouch.families.text import PromptReader
@@ -27,8 +28,14 @@ logger = logging.getLogger(__name__)
 Readers = Mapping[str, "PromptReader"]
 """Text encoders by name."""
 
+Asked = tuple[str, tuple[int, ...]]
+"""A prompt, or its start, and the tokens of each image that is read with it."""
+
 _SLACK = 4
 """Tokens that a prompt may take beside one for each of its characters, and those of the empty prompt."""
+
+_AT_ONCE = 1000
+"""Prompts that a tokenizer gets in one call."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class PromptCheck:
             return ([f"prompts are not counted: {_reason(error)}"] if self.local else []), {}
         cut = {name: self._cut(reader, section, items) for name, reader in readers.items()}
         by_all = set[int].intersection(*map(set, cut.values())) if cut else set[int]()
-        lost = {p: problem for p in sorted(by_all) if (problem := self._lost(readers, section, items[p]))}
+        lost = self._lost(readers, section, {p: items[p] for p in sorted(by_all)})
         return [self._warning(readers, name, cut, items) for name in readers if cut[name]], lost
 
     def fixed(self) -> list[str]:
@@ -80,28 +87,42 @@ class PromptCheck:
 
     def _cut(self, reader: PromptReader, section: DataSection, items: Sequence[ItemFiles]) -> dict[int, int]:
         """Position -> tokens, of the prompts that a text encoder does not read whole."""
-        count, cut = lru_cache(maxsize=None)(reader.count), dict[int, int]()
+        least, asked = lru_cache(maxsize=None)(partial(reader.count, "")), dict[int, Asked]()
         for position, item in enumerate(items):
             if item.embedding_path is not None and reader.name == self.run.model.spec.embedded_encoder:
                 continue  # a file has its output
             images = self._images(section, item)
             # a tokenizer makes at most one token of an ASCII character: most prompts are not tokenized
-            if item.prompt.isascii() and len(item.prompt) + count("", images) + _SLACK <= reader.length:
+            if item.prompt.isascii() and len(item.prompt) + least(images) + _SLACK <= reader.length:
                 continue
-            if (tokens := count(item.prompt, images)) > reader.length:
-                cut[position] = tokens
-        return cut
+            asked[position] = item.prompt, images
+        tokens = _counted(reader, asked.values(), closed=True)
+        return {position: tokens[one] for position, one in asked.items() if tokens[one] > reader.length}
 
-    def _lost(self, readers: Readers, section: DataSection, item: ItemFiles) -> ItemError | None:
-        """The problem of an item whose prompt every text encoder cuts before the end of its target text, or, without
-        one, before everything."""
-        if item.embedding_path is not None:
-            return None
-        text, end = _end_of_text(item)
-        images = self._images(section, item)
-        ends = {name: reader.count(item.prompt[:end], images, closed=False) for name, reader in readers.items()}
-        if any(ends[name] <= reader.length for name, reader in readers.items()):
-            return None
+    def _lost(self, readers: Readers, section: DataSection, items: Mapping[int, ItemFiles]) -> dict[int, ItemError]:
+        """By its position, the problem of each item whose prompt every text encoder cuts before the end of its target
+        text, or, without one, before everything."""
+        # without such a reward, quotes are a part of the description: a run that began before them keeps its items
+        quoted = bool(reading_rewards(self.run))
+        texts, asked = dict[int, str | None](), dict[int, Asked]()
+        for position, item in items.items():
+            if item.embedding_path is None:
+                texts[position], end = _end_of_text(item, quoted=quoted)
+                asked[position] = item.prompt[:end], self._images(section, item)
+        ends = {name: _counted(reader, asked.values(), closed=False) for name, reader in readers.items()}
+        return {
+            position: self._problem(readers, items[position], texts[position], {name: ends[name][one] for name in ends})
+            for position, one in asked.items()
+            if all(ends[name][one] > reader.length for name, reader in readers.items())
+        }
+
+    def _problem(self, readers: Readers, item: ItemFiles, text: str | None, ends: Mapping[str, int]) -> ItemError:
+        """Why an item is lost.
+
+        Args:
+            text: its target text; None without one.
+            ends: tokens up to the end of the text, or of the first character of the prompt, by text encoder.
+        """
         what = "the prompt" if text is None else f"the text {shown(text)} in the prompt"
         where = ", and at ".join(f"token {ends[name]} of {name}, which reads {r.length}" for name, r in readers.items())
         remedy = "shorten the prompt" if text is None else "put it nearer to the start of the prompt"
@@ -150,11 +171,25 @@ def require_read(run: RunConfig, section: DataSection, item: ItemFiles) -> None:
         raise DataError(problems[0].problem)
 
 
-def _end_of_text(item: ItemFiles) -> tuple[str | None, int]:
+def _counted(reader: PromptReader, asked: Iterable[Asked], *, closed: bool) -> dict[Asked, int]:
+    """Tokens of each prompt; equal ones are counted once."""
+    by_images = dict[tuple[int, ...], list[str]]()
+    for prompt, images in dict.fromkeys(asked):
+        by_images.setdefault(images, []).append(prompt)
+    found = dict[Asked, int]()
+    for images, prompts in by_images.items():
+        for start in range(0, len(prompts), _AT_ONCE):
+            some = prompts[start : start + _AT_ONCE]
+            counts = reader.counts(some, images, closed=closed)
+            found |= {(prompt, images): count for prompt, count in zip(some, counts, strict=True)}
+    return found
+
+
+def _end_of_text(item: ItemFiles, *, quoted: bool) -> tuple[str | None, int]:
     """The target text of an item that ends last in its prompt, and its end there: of its lines, else of its text, else
-    of what stands in quotes; (None, 1) where the prompt has none of them."""
+    with `quoted` of what stands in quotes; (None, 1) where the prompt has none of them."""
     found: tuple[str | None, int] = (None, 1)
-    for text in _target_texts(item):
+    for text in _target_texts(item, quoted=quoted):
         words = r"\s+".join(map(re.escape, text.split()))
         place = re.search(words, item.prompt, re.IGNORECASE) if words else None
         if place is not None and place.end() > found[1]:
@@ -162,7 +197,7 @@ def _end_of_text(item: ItemFiles) -> tuple[str | None, int]:
     return found
 
 
-def _target_texts(item: ItemFiles) -> list[str]:
+def _target_texts(item: ItemFiles, *, quoted: bool) -> list[str]:
     if "lines" in item.metadata:
         try:
             return [line.text for line in parse_lines(item.metadata["lines"])]
@@ -171,8 +206,8 @@ def _target_texts(item: ItemFiles) -> list[str]:
     text = item.metadata.get("text")
     if isinstance(text, str) and text.strip():
         return [text]
-    quoted = quoted_text(item.prompt)
-    return [] if quoted is None else [quoted]
+    found = quoted_text(item.prompt) if quoted else None
+    return [] if found is None else [found]
 
 
 @lru_cache(maxsize=8)

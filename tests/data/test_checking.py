@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from retouch.config import parse_run
 from retouch.data import (
     checking,
     dataset,
@@ -26,6 +27,7 @@ from retouch.data.dataset import Dataset, load_dataset
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.formats.prompts import PromptsData
 from retouch.data.validate import validate, validation_table
+from retouch.doctor.data import data_lines
 from retouch.machine import Machine
 from retouch.types import Processes
 
@@ -419,9 +421,9 @@ def doubtful(bench: Bench) -> Bench:
 def test_doubtful_masks_are_reported_at_every_start(
     size: int, bench: Bench, read: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once for all of them, used, and not read again."""
+    """Once for all of them, with the file and the reason of the first, which alone is read again."""
     config = doubtful(bench).config(max_bad_items=0)
-    for start, reads in enumerate(([1, 2, 3], [])):
+    for reads in ([1, 2, 3], [2] * size):
         read.clear()
         caplog.clear()
         with caplog.at_level(logging.WARNING, "retouch"):
@@ -429,13 +431,29 @@ def test_doubtful_masks_are_reported_at_every_start(
         assert [ids(data) for data in outcomes] == [[1, 2, 3]] * size
         [record] = caplog.records
         assert record.getMessage().startswith("data: masks of 2 of 3 items are doubtful; the first: item 2: ")
-        assert ("the border of this mask is opaque" in record.getMessage()) == (start == 0)
+        assert (
+            f"item 2: {bench.folder / 'test2_mask.png'}: opaque pixels are repainted, but the border "
+            in record.getMessage()
+        )
+        assert all(str(data.doubts[0]) in record.getMessage() for data in outcomes)
         assert record.getMessage().endswith(". `retouch data validate` lists all")
         assert sorted(read) == reads
     touch(bench.folder / "test2_mask.png")
     read.clear()
     load_dataset(config)
     assert read == [2]
+
+
+def test_doctor_names_a_doubtful_mask_beside_a_broken_item(bench: Bench) -> None:
+    section = doubtful(bench).config().model_dump(mode="json")
+    damage(bench.folder / "test1_source.png")
+    model = {"family": "sd_inpaint", "path": "tiny"}
+    given = {"name": "t", "model": model, "algorithm": {"name": "grpo"}, "rewards": {"jpeg_size": {}}}
+    [line] = [line for line in data_lines(parse_run({**given, "data": section}), 1) if line.what == "data"]
+    assert line.status == "warning"
+    left_out = ": 2 items, 1 more are broken and left out; `retouch data validate` lists them; masks of 2 of 2 items "
+    assert line.says.startswith(f"{bench.folder}{left_out}are doubtful; the first: item 2: ")
+    assert "the border of this mask is opaque" in line.says
 
 
 def test_validate_lists_every_doubtful_mask(bench: Bench) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import unicodedata
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -126,6 +127,16 @@ def test_another_key_beside_the_one_that_counts_is_metadata(folder: Path) -> Non
     assert isinstance(item, ItemFiles) and item.metadata == {"Image": "x", "Prompt": "y", "ID": "7"}
 
 
+def test_a_value_that_names_no_file_is_metadata(folder: Path) -> None:
+    """`Mask` and `Image` may be columns of another program; a list with its whole items was refused for them."""
+    other = [{"Mask": "none"}, {"Image": "web", "MASK": 1}, {"Target_Path": "nowhere.png", "Image": "x" * 5000}]
+    (folder / "l.json").write_text(json.dumps([{"prompt": "a", **more} for more in other]))
+    items = [item for item in ManifestData(path=str(folder / "l.json")).items() if isinstance(item, ItemFiles)]
+    assert [item.metadata for item in items] == other
+    both = '[{"prompt": "a", "Image": "web", "Mask": "m.png"}]'
+    assert problem(folder, "l.json", both) == "the key 'Mask' is not read; rename it to 'mask'"
+
+
 # --- names of files ---
 
 
@@ -158,6 +169,41 @@ def _splits(path: Path, seed: int) -> bool:
         return bool(split(path, 0.5, seed=seed))
     except DataError:
         return False
+
+
+TEXTS = {
+    '"SALE" in red letters': '"SALE" in red letters',
+    '"OPEN" and "SHUT"': '"OPEN" and "SHUT"',
+    '5" by 7"': '5" by 7"',
+    '"never closed': '"never closed',
+    '"all of ""it"""': 'all of "it"',
+    '"""SALE"" in blue"': '"SALE" in blue',
+    '"a\ttab and two\n\nlines"': "a\ttab and two\n\nlines",
+    '"plain"': "plain",
+}
+"""Cells as a TSV file has them -> what they say."""
+
+
+def in_halves(path: Path) -> list[str]:
+    """Prompts of the two lists that a list is divided into."""
+    return [prompt for half in split(path, 0.5) for prompt in listed(ManifestData(path=str(half)))]
+
+
+def test_quotes_within_a_cell_of_a_tsv_are_its_own(folder: Path) -> None:
+    (folder / "l.tsv").write_text("note\tprompt\n" + "".join(f"\t{cell}\n" for cell in TEXTS), encoding="utf-8")
+    assert listed(ManifestData(path=str(folder / "l.tsv"))) == list(TEXTS.values())
+    wide = 'note\tprompt\n\n"two\nlines"\tb\na\tb\tc'
+    says = " line 5: 3 cells, but the header names 2; put a cell with a tab in double quotes"
+    assert problem(folder, "l.tsv", wide) == says
+
+
+@pytest.mark.parametrize(("name", "separator"), [("l.tsv", "\t"), ("l.csv", ",")])
+def test_rows_are_the_same_when_they_are_written_again(name: str, separator: str, folder: Path) -> None:
+    """As a spreadsheet writes them, and in the two lists of `data split`."""
+    with (folder / name).open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, delimiter=separator).writerows([["prompt", "note"], *([text, "x"] for text in TEXTS.values())])
+    assert listed(ManifestData(path=str(folder / name))) == list(TEXTS.values())
+    assert sorted(in_halves(folder / name)) == sorted(TEXTS.values())
 
 
 @pytest.mark.parametrize("on_disk", ["NFC", "NFD"])
@@ -200,3 +246,18 @@ def test_caches_of_datasets_are_no_tables(tmp_path: Path) -> None:
     write(tmp_path / "cache-1f2e3d4c5b6a7988.arrow", "b")
     write(tmp_path / "cache-1f2e3d4c5b6a7988_00000_of_00002.arrow", "c")
     assert [dict(row) for table in tables_of(str(tmp_path)) for row in table] == [{"prompt": "a"}]
+
+
+def test_images_beside_tables_are_not_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be a million."""
+    for name in ("b.jsonl", "a.jsonl", *(f"{number}.jpg" for number in range(9))):
+        (tmp_path / name).touch()
+    less, compared = PurePath.__lt__, set[str]()
+
+    def recorded(one: PurePath, other: PurePath) -> bool:
+        compared.update((one.suffix, other.suffix))
+        return less(one, other)
+
+    monkeypatch.setattr(PurePath, "__lt__", recorded)
+    assert [table.name for table in tables_of(str(tmp_path))] == ["a.jsonl", "b.jsonl"]
+    assert compared == {".jsonl"}

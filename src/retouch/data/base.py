@@ -83,10 +83,15 @@ class ItemError:
 
 @dataclass(frozen=True)
 class ItemDoubt:
-    """One item that can be used, and why its mask may not be what is meant."""
+    """One item that can be used, and why its mask may not be what is meant.
+
+    Attributes:
+        remembered: whether its files were read at an earlier start; `doubt` then has no reason.
+    """
 
     where: str
     doubt: str
+    remembered: bool = False
 
     def __str__(self) -> str:
         return f"{self.where}: {self.doubt}"

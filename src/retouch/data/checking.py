@@ -81,7 +81,8 @@ def find_problems(
     def verdict(position: int) -> tuple[int, ItemError | ItemDoubt | None, bytes]:
         seen = fingerprint(items[position])  # before the files are read, which may change meanwhile
         if _doubted(seen) in known:
-            return position, ItemDoubt(f"item {items[position].id}", "its mask was doubtful when it was read"), seen
+            doubt = "its mask was doubtful when it was read"
+            return position, ItemDoubt(f"item {items[position].id}", doubt, remembered=True), seen
         return position, None if seen in known else check(items[position]), seen
 
     machines = processes.gather_list([this_machine()])

@@ -158,8 +158,8 @@ def load_dataset(
     else:  # of prompts alone, every process looks at all: that takes less than to share them
         problems = (check(item) if "lines" in item.metadata else _missing(item, config, needs) for item in files)
     verdicts = [item if isinstance(item, ItemError) else next(problems) or item for item in listed]
-    doubts = [verdict for verdict in verdicts if isinstance(verdict, ItemDoubt)]
     outcomes = [item if isinstance(one, ItemDoubt) else one for one, item in zip(verdicts, listed, strict=True)]
+    doubts = _reasoned(verdicts, outcomes, check)
     if check_prompts is not None:
         outcomes = _with_read_prompts(outcomes, partial(check_prompts, config), purpose, processes)
     good = [outcome for outcome in outcomes if isinstance(outcome, ItemFiles)]
@@ -183,6 +183,24 @@ def load_dataset(
     if doubts and processes.rank == 0:
         logger.warning("%s: %s", purpose, doubts_of(doubts, len(good), purpose))
     return Dataset(config, good, doubts)
+
+
+def _reasoned(
+    verdicts: Sequence[ItemFiles | ItemError | ItemDoubt],
+    items: Sequence[ItemFiles | ItemError],
+    check: Callable[[ItemFiles], ItemError | ItemDoubt | None],
+) -> list[ItemDoubt]:
+    """The doubts among verdicts on items; the first, which messages name, has its reason at every start."""
+    doubtful = [
+        (verdict, item) for verdict, item in zip(verdicts, items, strict=True) if isinstance(verdict, ItemDoubt)
+    ]
+    doubts = [doubt for doubt, _ in doubtful]
+    for doubt, item in doubtful[:1]:
+        if doubt.remembered and isinstance(item, ItemFiles):
+            again = check(item)
+            # what all processes agreed on stays: only the words change here
+            doubts[0] = again if isinstance(again, ItemDoubt) else doubt
+    return doubts
 
 
 def _with_read_prompts(

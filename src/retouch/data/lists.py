@@ -8,7 +8,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -175,27 +175,49 @@ def number_of(text: str, what: str) -> int:
 
 def csv_rows(path: Path) -> list[list[str]]:
     """Every row of a CSV file, or a TSV file with tabs between the cells, that is not blank; the header first, its
-    names without blanks around them.
+    names without blanks around them. In a TSV file, quotes are a part of a cell that does not begin and end with one.
 
     Raises:
         DataError: not UTF-8, not CSV, a header of another separator, a name that stands twice in it, or a row with more
             cells than it.
     """
     delimiter = separator_of(path)
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True)
     rows: list[list[str]] = []
+    for number, row in _tab_rows(path) if delimiter == "\t" else _comma_rows(path):
+        if rows and len(row) > len(rows[0]):
+            raise DataError(
+                f"{path} line {number}: {len(row)} cells, but the header names {len(rows[0])}; put a cell with a "
+                f"{_SEPARATORS[delimiter]} in double quotes"
+            )
+        if row:
+            rows.append(row if rows else _header(path, row))
+    return rows
+
+
+def _comma_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line of its end, row) of a CSV file; a blank line has no cells."""
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
         for row in reader:
-            if rows and len(row) > len(rows[0]):
-                raise DataError(
-                    f"{path} line {reader.line_num}: {len(row)} cells, but the header names {len(rows[0])}; put a cell "
-                    f"with a {_SEPARATORS[delimiter]} in double quotes"
-                )
-            if row:
-                rows.append(row if rows else _header(path, row))
+            yield reader.line_num, row
     except csv.Error as error:
         raise DataError(f"{path} line {reader.line_num}: not valid CSV: {error}") from None
-    return rows
+
+
+_TAB_CELL = re.compile(r'(?:"([^"]*(?:""[^"]*)*)"|([^\t\n]*))(\t|\n|\Z)')
+"""A cell in quotes, in which two are one, or a cell as it stands; and what ends it."""
+
+
+def _tab_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line of its end, row) of a TSV file; a blank line has no cells."""
+    row, number = list[str](), 1
+    for cell in _TAB_CELL.finditer(read_text(path)):
+        quoted, plain, end = cell.groups()
+        number += (quoted or "").count("\n")
+        row.append(plain if quoted is None else quoted.replace('""', '"'))
+        if end != "\t":
+            yield number, [] if row == [plain] == [""] else row
+            row, number = [], number + 1
 
 
 _SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}

@@ -139,6 +139,8 @@ def _entries_of(listing: Path) -> list[Any]:
 
 
 def _csv_line(cells: Sequence[str], separator: str) -> str:
+    """The row that `csv_rows` reads as these cells, without the end of its line."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="", delimiter=separator).writerow(cells)
-    return out.getvalue()
+    # the writer puts a cell with the characters that end a line in quotes, and must know them
+    csv.writer(out, lineterminator="\r\n", delimiter=separator).writerow(cells)
+    return out.getvalue().removesuffix("\r\n")

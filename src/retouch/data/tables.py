@@ -52,8 +52,9 @@ def tables_of(path: str) -> list[Table]:
     root = local_path(path)
     if not root.exists():
         raise DataError(f"data.path: {path}: no such folder, and not the id of a data set of the hub (owner/name)")
-    files = [root] if root.is_file() else sorted(file for file in root.rglob("*") if not _is_cache(file))
-    files = [file for file in files if suffix_of(file) in KINDS]
+    found = [root] if root.is_file() else (file for file in root.rglob("*") if not _is_cache(file))
+    # only tables are sorted: a million images may lie beside them
+    files = sorted(file for file in found if suffix_of(file) in KINDS)
     if not files:
         raise DataError(f"data.path: {path} holds no {', '.join(KINDS)} file")
     return [_table(file, str(file.relative_to(root.parent if root.is_file() else root))) for file in files]

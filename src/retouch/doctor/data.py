@@ -78,15 +78,14 @@ def _collected(
 
 
 def _readable(name: str, section: Data, data: Dataset) -> Line:
+    found = list[str]()
     skipped = len(section.items()) - len(data)
-    items = f"{section.path}: {len(data)} items"
     if skipped:
-        return Line(
-            "warning", name, f"{items}, {skipped} more are broken and left out; `retouch data validate` lists them"
-        )
+        found.append(f", {skipped} more are broken and left out; `retouch data validate` lists them")
     if data.doubts:
-        return Line("warning", name, f"{items}; {doubts_of(data.doubts, len(data), name)}")
-    return Line("ok", name, f"{items}, all checked, now or since their files last changed")
+        found.append(f"; {doubts_of(data.doubts, len(data), name)}")
+    says = "".join(found) or ", all checked, now or since their files last changed"
+    return Line("warning" if found else "ok", name, f"{section.path}: {len(data)} items{says}")
 
 
 def _texts(run: RunConfig, name: str, data: Dataset) -> Iterator[Line]:

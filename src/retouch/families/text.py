@@ -51,14 +51,27 @@ class PromptReader(Protocol):
     @property
     def fixed(self) -> bool: ...
 
-    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
-        """Tokens of a whole prompt, of which `length` are read, as the encoder counts them: with the chat around it.
+    def counts(self, prompts: Sequence[str], images: Sequence[int] = (), *, closed: bool = True) -> list[int]:
+        """Tokens of whole prompts, of which `length` are read, as the encoder counts them: with the chat around each.
 
         Args:
-            images: tokens of each image that the encoder reads with the prompt.
+            prompts: at least one.
+            images: tokens of each image that the encoder reads with a prompt.
             closed: False counts up to the end of the prompt, if what follows it is the first to be cut.
         """
         ...
+
+    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
+        """`counts` of one prompt."""
+        ...
+
+
+class CountsPrompts:
+    """`PromptReader.count` of a reader that has `counts`."""
+
+    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
+        reader: Any = self
+        return reader.counts([prompt], images, closed=closed)[0]
 
 
 class PromptEncoder(Protocol):
@@ -79,7 +92,7 @@ class PromptEncoder(Protocol):
 
 
 @dataclass(frozen=True)
-class TextEncoder:
+class TextEncoder(CountsPrompts):
     """An encoder, its tokenizer, and the output that is used.
 
     Attributes:
@@ -114,9 +127,9 @@ class TextEncoder:
     def reader(self) -> PromptReader:
         return self
 
-    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
+    def counts(self, prompts: Sequence[str], images: Sequence[int] = (), *, closed: bool = True) -> list[int]:
         """See `PromptReader`; the marks around a prompt are never cut."""
-        return len(self.tokenizer(prompt, verbose=False, return_attention_mask=False).input_ids)
+        return token_counts(self.tokenizer, prompts)
 
     def tokens(self, prompts: Sequence[str]) -> Tensor:
         """[B, S] int64."""
@@ -279,12 +292,19 @@ def layer_states(model: Any, inputs: Mapping[str, Tensor], layers: Sequence[int]
     return torch.cat([made[layer] for layer in layers], dim=-1)
 
 
-def counted_chat(chat: Callable[[str], str], prompt: str, *, closed: bool) -> str:
-    """The chat of a prompt, or with `closed` False its part up to the end of the prompt."""
+def token_counts(tokenizer: Any, texts: Sequence[str]) -> list[int]:
+    """Tokens of each text, in one call of the tokenizer: most of the time of a short text is that of its call."""
+    batch = tokenizer(list(texts), verbose=False, return_attention_mask=False)
+    return [len(ids) for ids in batch.input_ids]
+
+
+def counted_chats(chat: Callable[[str], str], prompts: Sequence[str], *, closed: bool) -> list[str]:
+    """The chat of each prompt, or with `closed` False its part up to the end of the prompt."""
     if closed:
-        return chat(prompt)
+        return [chat(prompt) for prompt in prompts]
     mark = "\x00"  # in no prompt that is read from a file
-    return chat(mark).partition(mark)[0] + prompt
+    before = chat(mark).partition(mark)[0]
+    return [before + prompt for prompt in prompts]
 
 
 def drop_layers(model: Any, last: int) -> None:

@@ -34,7 +34,7 @@ from retouch.data.lists import (
     text_fields,
 )
 from retouch.data.remote import local_path
-from retouch.disk import on_disk
+from retouch.disk import is_file, on_disk
 from retouch.imaging import PackedImage
 from retouch.lines import parse_lines
 
@@ -113,9 +113,9 @@ def manifest_item(given: Any, position: int, root: Path, *, mask_lines: bool = T
     prompt_key = "text" if captioned else "prompt"
     if not entry.get(prompt_key):
         raise DataError(f"prompt missing or empty; each entry needs one{keys_in_place_of(['prompt'], entry)}")
-    if near := near_keys(entry, (key for role, keys in PATH_KEYS.items() if not entry.get(used[role]) for key in keys)):
-        key, name = next(iter(near.items()))
-        raise DataError(f"the key {key!r} is not read; rename it to {name!r}")
+    near = near_keys(entry, (key for role, keys in PATH_KEYS.items() if not entry.get(used[role]) for key in keys))
+    if meant := next((key for key in near if _names_file(root, entry[key])), None):  # another value is metadata
+        raise DataError(f"the key {meant!r} is not read; rename it to {near[meant]!r}")
     if entry.get(used["mask_path"]) and not entry.get(used["image_path"]):
         raise DataError("mask_path without image_path; name the image that the mask belongs to, or leave it out")
     texts = (*used.values(), prompt_key)
@@ -170,6 +170,11 @@ def _more_images(entry: Mapping[str, Any], image: Path | None) -> list[str]:
     if names and image is None:
         raise DataError(f"{_MORE} without image_path; name the image that is edited as image_path")
     return names
+
+
+def _names_file(root: Path, value: object) -> bool:
+    """Whether a value of an entry is the path of a file."""
+    return isinstance(value, str) and is_file(on_disk(root / value))
 
 
 def _first(entry: Mapping[str, Any], keys: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from transformers.processing_utils import ProcessorMixin
 from retouch.families.flux2.base import Flux2Model, quarters, tiny_parts
 from retouch.families.flux2_dev.spec import Flux2DevModel
 from retouch.families.flux2_dev.tiny import CHAT_TEMPLATE, byte_tokenizer, mistral3
-from retouch.families.text import PromptReader, counted_chat, layer_states
+from retouch.families.text import CountsPrompts, PromptReader, counted_chats, layer_states
 
 
 class TextProcessor(ProcessorMixin):
@@ -34,7 +34,7 @@ class TextProcessor(ProcessorMixin):
 
 
 @dataclass(frozen=True)
-class SystemChat:
+class SystemChat(CountsPrompts):
     """A prompt after the system message of the released model -> states [S, D], as an encoder of
     `retouch.families.text.TextEncoders`.
 
@@ -56,10 +56,10 @@ class SystemChat:
     def reader(self) -> PromptReader:
         return self
 
-    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
+    def counts(self, prompts: Sequence[str], images: Sequence[int] = (), *, closed: bool = True) -> list[int]:
         """See `PromptReader`; the end of the chat is cut before the prompt."""
-        text = counted_chat(self._text, _readable(prompt), closed=closed)
-        return len(self._tokens([text], verbose=False).input_ids[0])
+        texts = counted_chats(self._text, [_readable(prompt) for prompt in prompts], closed=closed)
+        return [len(ids) for ids in self._tokens(texts, verbose=False).input_ids]
 
     def __call__(self, prompts: Sequence[str]) -> Tensor:
         """[B, S, D], in one forward, with gradient where the model has it."""

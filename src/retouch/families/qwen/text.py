@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLProcessor
 
 from retouch.families.loading import ModelFilesError
-from retouch.families.text import PromptReader
+from retouch.families.text import CountsPrompts, PromptReader, token_counts
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class ChatStates:
+class ChatStates(CountsPrompts):
     """A prompt and images in the chat of a task -> states of the vision-language model after the system part.
 
     Attributes:
@@ -154,10 +154,11 @@ class ChatStates:
             on_device = {name: value.to(self.model.device) for name, value in inputs.items()}
             return self.model.model(**on_device).last_hidden_state[0, drop:]
 
-    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
+    def counts(self, prompts: Sequence[str], images: Sequence[int] = (), *, closed: bool = True) -> list[int]:
         """See `PromptReader`; images and the end of the chat are never cut."""
-        tokens = self.tokenizer(chat(self.task, prompt, len(images)), verbose=False).input_ids
-        return len(tokens) - prefix_length(self.tokenizer, self.task) + sum(images) - len(images)
+        more = sum(images) - len(images) - prefix_length(self.tokenizer, self.task)
+        chats = [chat(self.task, prompt, len(images)) for prompt in prompts]
+        return [tokens + more for tokens in token_counts(self.tokenizer, chats)]
 
     def kept(self, prompt: str, pictures: Sequence[Image] = ()) -> int:
         """L of the states."""

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retouch.families.text import PromptReader, counted_chat, layer_states
+from retouch.families.text import CountsPrompts, PromptReader, counted_chats, layer_states, token_counts
 
 
 @dataclass(frozen=True)
-class ChatStates:
+class ChatStates(CountsPrompts):
     """A prompt -> states of a Qwen3 [S, n D], as an encoder of `retouch.families.text.TextEncoders`.
 
     Attributes:
@@ -46,9 +46,9 @@ class ChatStates:
     def reader(self) -> PromptReader:
         return self
 
-    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
+    def counts(self, prompts: Sequence[str], images: Sequence[int] = (), *, closed: bool = True) -> list[int]:
         """See `PromptReader`; the end of the chat is cut before the prompt."""
-        return len(self.tokenizer(counted_chat(self._chat, prompt, closed=closed), verbose=False).input_ids)
+        return token_counts(self.tokenizer, counted_chats(self._chat, prompts, closed=closed))
 
     def tokens(self, prompt: str) -> dict[str, Tensor]:
         """`input_ids` and `attention_mask` of a chat [1, S], or [1, L] where padding is not encoded."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Qwen3VLProcessor
 
 from retouch.families.qwen.text import SEEN, Shown, without_tokens_before
-from retouch.families.text import PromptReader
+from retouch.families.text import CountsPrompts, PromptReader, token_counts
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def chat(prompt: str, images: int = 0) -> str:
 
 
 @dataclass(frozen=True)
-class PromptStates:
+class PromptStates(CountsPrompts):
     """A prompt, alone or with images (`Shown`) -> states of the vision-language model.
 
     Attributes:
@@ -66,10 +66,11 @@ class PromptStates:
     def reader(self) -> PromptReader:
         return self
 
-    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
+    def counts(self, prompts: Sequence[str], images: Sequence[int] = (), *, closed: bool = True) -> list[int]:
         """See `PromptReader`; the end of the chat is never cut, and the tokens of images do not count."""
-        tokens = self.processor.tokenizer(chat(prompt, len(images)), verbose=False).input_ids
-        return len(tokens) - self._system_tokens() - len(images)
+        less = self._system_tokens() + len(images)
+        chats = [chat(prompt, len(images)) for prompt in prompts]
+        return [tokens - less for tokens in token_counts(self.processor.tokenizer, chats)]
 
     def __call__(self, prompts: Sequence[str | Shown]) -> Tensor:
         """[B, S, D], padded with zeros behind; S is `length` and the tokens of the images."""
