@@ -7,10 +7,10 @@
 #   DATA_PATH          self_bench folder with every test{N}_ref.png; or DATA_JSON_PATH, a list; the reference of an
 #                      entry without reference_path is the mask box of its own image
 #
-# Memory by `retouch check --memory`, activations on top: 101.0 GiB from calligrapher.bin, 91.3 GiB for a new adapter; on
-# four GPUs with training.sharding=zero2, 78.5 GiB and 71.6 GiB each (docs/style-adapter.md has that command).
-# The SigLIP of the style reward takes 1.7 GB more on each of these GPUs; rewards.style.device=cpu keeps it on the CPU,
-# as an 80 GB card (79.6 GiB) needs beside 78.5 GiB.
+# Memory by `retouch check --memory`, activations on top: 102.6 GiB from calligrapher.bin, 92.9 GiB for a new adapter; on
+# four GPUs with training.sharding=zero2, 80.1 GiB and 73.2 GiB each (docs/style-adapter.md has that command).
+# The SigLIP of the style reward is 1.7 GB of it on each of these GPUs; rewards.style.device=cpu keeps it on the CPU,
+# as an 80 GB card (79.6 GiB) needs.
 # Result: RUN/checkpoints/step-*/weights/ip-adapter.safetensors and ip-adapter.bin, of the EMA weights in ema/.
 set -eu
 # shellcheck source=scripts/launch.sh
