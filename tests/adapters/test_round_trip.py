@@ -378,13 +378,12 @@ def test_full_weights_are_read_one_file_at_a_time(qwen_base: Base, tmp_path: Pat
 def test_full_weights_without_a_sound_config(qwen_base: Base, tmp_path: Path) -> None:
     section, config = qwen_base.section("full"), tmp_path / "config.json"
     trained(section, tmp_path)
-    for text in ("{", "[]", json.dumps({**json.loads(config.read_text("utf-8")), "num_layers": "many"})):
-        config.write_text(text, encoding="utf-8")
-        with pytest.raises(ValueError, match=r"config\.json is damaged"):
+    for text in ("{", "[]", json.dumps({**json.loads(config.read_text("utf-8")), "num_layers": "many"}), None):
+        config.unlink()
+        if text is not None:
+            config.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"^/.*config\.json makes no QwenImageTransformer2DModel: .*[^w]$"):
             export(section, tmp_path, "diffusers", tmp_path / "out", ABOUT)
-    config.unlink()
-    with pytest.raises(ValueError, match=r"no config\.json in .*, which model\.train\.kind=full needs"):
-        export(section, tmp_path, "diffusers", tmp_path / "out", ABOUT)
 
 
 def test_a_network_without_weights_is_not_exported(qwen_base: Base, tmp_path: Path) -> None:

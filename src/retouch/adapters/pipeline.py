@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import diffusers
 import torch
-from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from retouch import plain_json
 from retouch.adapters.lora import folded_lora
-from retouch.errors import ModelFilesError, first_line, why_unreadable
+from retouch.errors import ModelFilesError, why_unreadable
 from retouch.families.loading import DTYPES, load_network
+from retouch.families.meta import component_on_meta
 from retouch.hub import require_hub
 from retouch.model_files import INDEX, component_path, components
 
@@ -73,7 +73,10 @@ def _full_network(model: ModelSection, weights: Path) -> Any:
     Raises:
         ValueError: weights that are missing, damaged, or do not fit.
     """
-    network = _without_weights(getattr(diffusers, model.spec.networks[model.spec.network_name]), weights)
+    try:
+        network = component_on_meta(weights, model.spec.networks[model.spec.network_name])
+    except ModelFilesError as error:  # these files are of the checkpoint and not of a model that can be copied anew
+        raise ValueError(str(error).removeprefix("model.path: ").removesuffix("; copy the model anew")) from None
     known, dtype = network.state_dict(), DTYPES[model.dtype]
     state: dict[str, Tensor] = {}
     wrong: set[str] = set()
@@ -86,27 +89,10 @@ def _full_network(model: ModelSection, weights: Path) -> Any:
     wrong |= parameters - state.keys()
     if wrong:  # diffusers initializes them at random without an error
         raise ValueError(f"{weights}: {len(wrong)} weights are missing or do not fit, {min(wrong)} among them")
-    if known.keys() - state.keys():  # earlier versions saved no buffers (the table of positions of SD3)
+    if known.keys() - state.keys():  # earlier versions saved no buffers, such as the table of positions of SD3
         state = load_network(model, dtype).state_dict() | state
     network.load_state_dict(state, assign=True)
     return network
-
-
-def _without_weights(kind: Any, folder: Path) -> Any:
-    """A network by the config of its weights: its parameters on the meta device, its buffers as the class makes them.
-
-    Raises:
-        ValueError: no config, or a damaged one.
-    """
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(f"no {file.name} in {folder}, which model.train.kind=full needs")
-    try:
-        config: dict[str, Any] = {**plain_json.loads(file.read_text(encoding="utf-8"))}
-        with init_empty_weights(include_buffers=False):
-            return kind.from_config(config)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged ({first_line(error)})") from None
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

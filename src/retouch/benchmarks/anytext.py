@@ -35,7 +35,7 @@ _TABLES: Mapping[str, Table] = {"wukong": "zh", "laion": "en"}
 
 def table_of(options: Mapping[str, Any]) -> Table:
     """Table of characters by the options: of `language`, else of the published set that the path names: wukong is
-    Chinese and laion English. Of several names the last one counts: a set may lie below a folder of another name."""
+    Chinese and laion English. The last component that names a set counts, which may lie below one of the other."""
     given = options.get("language")
     if given in ("en", "zh"):
         return cast("Table", given)
