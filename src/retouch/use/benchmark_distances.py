@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -55,16 +54,13 @@ def _has_features(entry: DistanceEntry, where: str, real: Images) -> bool:
     Raises:
         ConfigError: no such extractor, or one that cannot be used.
     """
-    device = own_device()
-    extract, _ = _extractor(entry, where, device)
+    from retouch.use.loaded import free_memory
+
+    extract, _ = _extractor(entry, where, own_device())
     readable = (image for image in map(_read, real) if image is not None)
     found = extract(islice(readable, 1))
     del extract
-    gc.collect()
-    if device != "cpu":
-        import torch
-
-        torch.cuda.empty_cache()  # else sampling and the scorers could not have it
+    free_memory()  # else sampling and the scorers could not have it
     return len(found) > 0
 
 
