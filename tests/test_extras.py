@@ -82,6 +82,12 @@ def test_imscore_in_an_environment_without_train() -> None:
     dry_run(*requirements("serve", "imscore"), f"torch=={importlib.metadata.version('torch').partition('+')[0]}")
 
 
+def test_transformers_has_image_processors_by_their_backend() -> None:
+    """5.4 is the first that takes `backend`: earlier ones ignore it, and use torchvision where it is installed."""
+    (wanted,) = (one for one in map(Requirement, EXTRAS["train"]) if one.name == "transformers")
+    assert "5.3.99" not in wanted.specifier and "5.4.0" in wanted.specifier
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("index")
 def test_paddleocr_without_its_dependencies() -> None:

@@ -178,6 +178,14 @@ def test_vectors_of_the_older_normalization_have_another_key(tmp_path: Path) -> 
     assert changed_normalization(tmp_path / "siglip") is None and changed_normalization(TINY) is None
 
 
+def test_an_encoder_in_the_home_directory_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny_image_encoder().save_pretrained(tmp_path / "siglip")
+    assert ImageEncoder.load("~/siglip").width == ImageEncoder.load(str(tmp_path / "siglip")).width
+    with pytest.raises(ConfigError, match=r"model\.train\.image_encoder: given '~/nowhere', which cannot be loaded"):
+        ImageEncoder.load("~/nowhere")
+
+
 def test_encoders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.train\.image_encoder: given '.*nowhere', which cannot be loaded"):
         ImageEncoder.load(str(tmp_path / "nowhere"))

@@ -22,6 +22,7 @@ from transformers.utils.hub import cached_file
 
 from retouch import plain_json
 from retouch.config.errors import ConfigError
+from retouch.disk import expanded
 from retouch.errors import why_unreadable
 from retouch.hub import read_variant, require_hub, variant_hint
 from retouch.lru import LruCache
@@ -109,6 +110,7 @@ class ImageEncoder:
         path = str(TINY) if path == "tiny" else path
         require_hub(where, path)
         where = f"{where}: given {path!r}"
+        path = str(expanded(path)) if path.startswith("~") else path  # libraries do not expand it
         try:
             whole = AutoConfig.from_pretrained(path)
             if whole.model_type not in KINDS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from retouch.adapters import pipeline
 from retouch.adapters.about import About
 from retouch.adapters.export import export
 from retouch.adapters.pipeline import fuse
@@ -56,6 +58,9 @@ STOCK = {
     "flux2_dev": {"tokenizer": "PixtralProcessor"},
 }
 """Family -> classes in the released model_index.json that need torchvision."""
+
+POSITIONS = "pos_embed.pos_embed"
+"""Table of positions of SD3, which is no parameter."""
 
 GUIDANCE = {"flux_kontext": 2.5, "sd_inpaint": 7.5, "sdxl_inpaint": 7.5, "flux_fill": 30.0, "flux_dev": 3.5}
 """Family -> guidance scale; 4 of others."""
@@ -317,6 +322,99 @@ def test_weights_that_do_not_fit_are_not_exported(qwen_base: Base, tmp_path: Pat
     trained(lora, tmp_path / "lora")
     with pytest.raises(ValueError, match=r"the LoRA adapts transformer_blocks\.0\.attn\.to_q, which Linear does not"):
         fuse(torch.nn.Linear(2, 2), {"transformer_blocks.0.attn.to_q.lora_A.default.weight": torch.ones(2, 2)})
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_full_weights_are_exported_without_the_network_of_the_base(earlier: bool, tmp_path: Path) -> None:
+    """From several files, in the dtype of the run, with the table of positions that was saved; earlier versions saved
+    none, and it is that of the base: another one than the class makes."""
+    section = saved_base("sd3", tmp_path / "base").section("full", dtype="bf16")
+    file = tmp_path / "base/transformer/diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, POSITIONS: tensors[POSITIONS] + 1}, file, metadata={"format": "pt"})
+    expected = trained(section, tmp_path / "weights").network.state_dict()
+    whole = load_file(saved := tmp_path / "weights/diffusion_pytorch_model.safetensors")
+    names = sorted(whole.keys() - ({POSITIONS} if earlier else set()))
+    saved.unlink()
+    for number, part in enumerate((names[:9], names[9:]), 1):
+        save_file({n: whole[n] for n in part}, saved.with_stem(f"{saved.stem}-0000{number}-of-00002"))
+    read: list[str] = []
+    with patch("retouch.adapters.pipeline.load_network", lambda *a: read.append("base") or load_network(*a)):
+        export(section, tmp_path / "weights", "diffusers", tmp_path / "out", ABOUT)
+    assert read == ["base"] * earlier
+    found = load_file(tmp_path / "out/transformer/diffusion_pytorch_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(t, expected[n].to(torch.bfloat16)) for n, t in found.items())
+
+
+def test_full_weights_are_read_one_file_at_a_time(qwen_base: Base, tmp_path: Path) -> None:
+    """Each is freed when the next one is opened; and parts that diffusers keeps in fp32 stay so."""
+    section = qwen_base.section("full", dtype="bf16")
+    trained(section, tmp_path)
+    whole = load_file(saved := tmp_path / "diffusion_pytorch_model.safetensors")
+    for number in range(3):
+        save_file({n: whole[n].float() for n in sorted(whole)[number::3]}, saved.with_stem(f"{saved.stem}-{number}"))
+    saved.unlink()
+    alive: list[weakref.ref[Tensor]] = []
+
+    def opened(file: Path) -> dict[str, Tensor]:
+        assert sum(one() is not None for one in alive) <= 1  # the last tensor of the file before
+        tensors = load_file(file)
+        alive.extend(weakref.ref(t) for t in tensors.values())
+        return tensors
+
+    with (
+        patch("retouch.adapters.pipeline.load_file", opened),
+        patch.object(diffusers.QwenImageTransformer2DModel, "_keep_in_fp32_modules", None),
+    ):
+        export(section, tmp_path, "diffusers", tmp_path / "out", ABOUT)
+    assert len(alive) == len(whole)
+    with patch.object(diffusers.QwenImageTransformer2DModel, "_keep_in_fp32_modules", ["proj_out"]):
+        export(section, tmp_path, "diffusers", tmp_path / "kept", ABOUT)
+    found = load_file(tmp_path / "kept/transformer/diffusion_pytorch_model.safetensors")
+    assert {n for n, t in found.items() if t.dtype == torch.float32} == {"proj_out.weight", "proj_out.bias"}
+
+
+def test_full_weights_without_a_sound_config(qwen_base: Base, tmp_path: Path) -> None:
+    section, config = qwen_base.section("full"), tmp_path / "config.json"
+    trained(section, tmp_path)
+    for text in ("{", "[]", json.dumps({**json.loads(config.read_text("utf-8")), "num_layers": "many"}), None):
+        config.unlink()
+        if text is not None:
+            config.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"^/.*config\.json makes no QwenImageTransformer2DModel: .*[^w]$"):
+            export(section, tmp_path, "diffusers", tmp_path / "out", ABOUT)
+
+
+def test_a_network_without_weights_is_not_exported(qwen_base: Base, tmp_path: Path) -> None:
+    """As a hub snapshot has of a text encoder whose files were never asked for."""
+    folder = Path(shutil.copytree(qwen_base.folder, tmp_path / "base"))
+    section = Base("qwen_image", folder, {}).section("lora")
+    trained(section, tmp_path / "weights")
+    (folder / "tokenizer/config.json").write_text("{}", encoding="utf-8")  # has no weights by right
+    export(section, tmp_path / "weights", "diffusers", tmp_path / "out", ABOUT)
+    for file in (folder / "text_encoder").glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ModelFilesError, match=r"text_encoder has a config\.json and no weights; copy the model anew"):
+        export(section, tmp_path / "weights", "diffusers", tmp_path / "out2", ABOUT)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_variant_of_a_hub_id_is_asked_for(there: bool, qwen_base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And plain files where it has none of it: diffusers raises a ValueError."""
+    asked: list[str | None] = []
+
+    def download(path: str, variant: str | None = None, **_: Any) -> Path:
+        asked.append(variant)
+        if variant and not there:
+            raise ValueError("no such modeling files are available")
+        return qwen_base.folder
+
+    monkeypatch.setattr("retouch.hub._is_downloaded", lambda *_: True)
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "download", download)
+    hub = qwen_base.section("lora").model_copy(update={"path": "Qwen/Qwen-Image", "weights_variant": "fp16"})
+    assert pipeline._base_folder(hub, torch.nn.Identity()) == qwen_base.folder
+    assert asked == (["fp16"] if there else ["fp16", None])
 
 
 def test_parts_of_a_hub_id_come_from_its_snapshot(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.anytext import lines_of
@@ -28,6 +30,7 @@ from retouch.rewards import scorers
 from retouch.rewards.scorers import anytext, make_scorer
 from retouch.types import Score
 from retouch.use import benchmark as running
+from retouch.use import benchmark_distances
 from retouch.use.benchmark_distances import check_distances
 from retouch.use.overlap import seen_in_training
 from retouch.use.trained import Trained
@@ -95,7 +98,7 @@ def write_module(path: Path, forward: str) -> Path:
         ({"path": "~/empty"}, "distances.d.path: given '~/empty': "),
         ({"path": "~/text.pt", "extractor": "torchscript"}, "distances.d.path: {home}/text.pt is no TorchScript file"),
         ({"path": "~/narrow.pt", "extractor": "torchscript"}, "distances.d.path: {home}/narrow.pt fails on [1, 3, H,"),
-        ({"path": "~/clip", "real": "~/damaged"}, "distances.d.real: given '~/damaged', whose first image cannot be"),
+        ({"path": "~/clip", "real": "~/damaged"}, "distances.d.real: given '~/damaged', whose images cannot be read"),
     ],
 )  # fmt: skip
 def test_extractors_of_distances_are_tried_on_a_real_image(
@@ -116,6 +119,39 @@ def test_extractors_of_distances_are_tried_on_a_real_image(
     with pytest.raises(ConfigError) as raised:
         check_distances(given, outputs)
     assert str(raised.value).startswith(message.format(home=home))
+
+
+def test_an_extractor_is_tried_where_it_will_run_and_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the first image that can be read, before the scorers load."""
+    folder = tmp_path / "real"
+    folder.mkdir()
+    for number, content in enumerate((b"no image", None, None)):
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(folder / f"{number}.png")
+        if content:
+            (folder / f"{number}.png").write_bytes(content)
+    made: list[tuple[str, weakref.ref[Any]]] = []
+    seen: list[int] = []
+
+    class Extractor:
+        def __call__(self, images: Iterable[Any]) -> Any:
+            seen.extend(int(image[0, 0, 0]) for image in images)
+            return np.zeros((len(seen), 3))
+
+    def extractor(entry: Any, where: str, device: str) -> tuple[Extractor, str]:
+        extract = Extractor()
+        extract.itself = extract  # as networks have cycles
+        made.append((device, weakref.ref(extract)))
+        return extract, "stub"
+
+    monkeypatch.setattr(benchmark_distances, "own_device", lambda: "cuda:3")
+    monkeypatch.setattr(benchmark_distances, "_extractor", extractor)
+    entry = {"measure": "kid", "path": "some/where", "real": str(folder)}
+    given = benchmark("brushbench", write_brushbench(tmp_path / "data"), distances={"d": entry})
+    check_distances(given, outputs_of(given, load_dataset(given.data(), "--path", frozenset()).items))
+    [(device, extract)] = made
+    assert device == "cuda:3" and seen == [1] and extract() is None
 
 
 # --- items ---

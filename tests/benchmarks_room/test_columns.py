@@ -117,6 +117,8 @@ def test_a_reward_that_no_measure_reads_is_shown_by_its_name() -> None:
     [
         ("data/wukong_word", "zh"), ("data/wukong_word/test1k.json", "zh"), ("WuKong/", "zh"),
         ("wukong_models/laion_word", "en"), ("wukong/laion_word/test1k.json", "en"), ("laion_word", "en"),
+        ("wukong_1k/data", "zh"), ("wukong_1k/annotations/test1k.json", "zh"), ("data/wukong.json", "zh"),
+        ("laion/wukong_1k/annotations/test1k.json", "zh"), ("wukong/laion_1k/data", "en"), ("data/test1k.json", "en"),
     ],
 )  # fmt: skip
 def test_the_folder_names_the_language_of_anytext(path: str, language: str) -> None:

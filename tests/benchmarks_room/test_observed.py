@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -90,6 +91,29 @@ def test_settings_of_a_benchmark_take_turns_in_one_folder(brushbench: Path, tmp_
         assert together["measures"] == alone["measures"]
         found.append(together["measures"]["theirs"]["psnr"])
     assert len(set(found)) == len(SETTINGS) and found[:2] == found[len(SETTINGS) :]
+
+
+def test_outcomes_of_other_settings_are_not_made_again_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, before the first request; not of files without an outcome, nor of outcomes that count."""
+    rewards: dict[str, Any] = {"clip": None}
+    folder, images = write_brushbench(tmp_path / "data", count=3), tmp_path / "theirs"
+    submit = RewardTable.submit
+    monkeypatch.setattr(RewardTable, "submit", lambda *a, **k: logging.info("request") or submit(*a, **k))
+    blended: dict[str, Any] = {"blended": True}
+    again = "are of another version, of other options or of other images; they are scored again"
+    for options, most, earlier in (({}, 2, 0), ({}, 2, 0), (blended, 3, 2), ({}, 3, 1), (blended, 3, 0)):
+        given = benchmark("brushbench", folder, rewards=rewards, **options)
+        write_images(given, images, most=most)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            scored(given, images, tmp_path / "out")
+        told = [line for line in caplog.messages if line == "request" or "earlier outcomes" in line]
+        assert [line for line in told if line != "request"] == [f"theirs: {earlier} earlier outcomes {again}"] * bool(
+            earlier
+        )
+        assert not earlier or "request" in told[1:]
 
 
 def test_official_jpeg_files_are_scored_as_they_are(brushbench: Path, tmp_path: Path) -> None:

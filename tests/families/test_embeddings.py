@@ -22,6 +22,7 @@ from retouch.errors import RetouchError
 from retouch.families.embeddings import (
     EmbeddingCache,
     fingerprint,
+    identity,
 )
 from retouch.families.flux.embeddings import given_embeddings
 from retouch.families.loading import ModelFilesError, load_model
@@ -199,6 +200,25 @@ def test_a_stale_cache_is_refused(signs: Path, tmp_path: Path) -> None:
     outcome = retouch("train", tmp_path / "run.yaml")
     assert outcome.code == 2
     assert "lacks 8 prompts of the run" in outcome.err and "data changed since" in outcome.err
+
+
+def test_a_cache_belongs_to_the_variant_of_the_weights(signs: Path, tmp_path: Path) -> None:
+    """Caches without a variant stay valid, and one of a style adapter serves a run without references."""
+    copied("flux_fill", tmp_path / "model")
+    run = run_of(signs, tmp_path, "flux_fill")
+    plain = parse_run(run).model
+    of_variant = plain.model_copy(update={"weights_variant": "fp16"})
+    adapter = parse_run({**run, "model": {**run["model"], "train": {"kind": "ip_adapter", "image_encoder": "tiny"}}})
+    assert "weights_variant" not in identity(plain)
+    EmbeddingCache(tmp_path / "plain", plain, create=True)
+    EmbeddingCache(tmp_path / "fp16", of_variant, create=True)
+    EmbeddingCache(tmp_path / "adapter", adapter.model, create=True)
+    EmbeddingCache(tmp_path / "fp16", of_variant)
+    EmbeddingCache(tmp_path / "adapter", plain)
+    with pytest.raises(ConfigError, match="was made with weights_variant None, but now it is 'fp16'"):
+        EmbeddingCache(tmp_path / "plain", of_variant)
+    with pytest.raises(ConfigError, match="was made with weights_variant 'fp16', but now it is None"):
+        EmbeddingCache(tmp_path / "fp16", plain)
 
 
 def test_entries_are_added_and_none_is_made_twice(signs: Path, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """A diffusers pipeline with the trained network in its place.
 
-The network is loaded as a run loads it: of `model.transformer`, with a few-step LoRA merged into it. The other parts
-are copied as the files of the base, unread: classes of the released pipelines need packages that training does without
-(torchvision), and a text encoder can be larger than the network.
+Under a LoRA the network is loaded as a run loads it: of `model.transformer`, with a few-step LoRA merged into it. Full
+weights are a whole network, and that of the base is not read. The other parts are copied as the files of the base,
+unread: classes of the released pipelines need packages that training does without (torchvision), and a text encoder can
+be larger than the network.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import diffusers
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from retouch import plain_json
 from retouch.adapters.lora import folded_lora
-from retouch.adapters.trainee import FullWeights
 from retouch.errors import ModelFilesError, why_unreadable
 from retouch.families.loading import DTYPES, load_network
+from retouch.families.meta import component_on_meta
 from retouch.hub import require_hub
 from retouch.model_files import INDEX, component_path, components
 
@@ -37,6 +41,10 @@ KEPT = 0.95
 than some 0.4 % of the weights, by their norms."""
 
 
+_WITHOUT_WEIGHTS = ("tokenizer", "processor_config", "preprocessor_config")
+"""How names of files begin in the folder of a part that has no weights."""
+
+
 def save_pipeline(model: ModelSection, weights: Path, out: Path) -> None:
     """Write the pipeline of a run file with trained weights, as diffusers loads it.
 
@@ -45,10 +53,10 @@ def save_pipeline(model: ModelSection, weights: Path, out: Path) -> None:
         ValueError: weights that are missing or do not fit.
     """
     name = model.spec.network_name
-    network = load_network(model, DTYPES[model.dtype])
     if model.train.kind == "full":
-        _load_full(network, weights)
+        network = _full_network(model, weights)
     else:
+        network = load_network(model, DTYPES[model.dtype])
         _report_rounding(fuse(network, folded_lora(weights, name)[0]), model.dtype)
     network.save_pretrained(str(out / name), safe_serialization=True)
     _copy_parts(_base_folder(model, network), name, out)
@@ -58,18 +66,57 @@ def save_pipeline(model: ModelSection, weights: Path, out: Path) -> None:
         logger.info("parts that were not trained keep their files: load it with variant=%r", model.weights_variant)
 
 
-def _load_full(network: nn.Module, weights: Path) -> None:
-    """Replace every weight of a network.
+def _full_network(model: ModelSection, weights: Path) -> Any:
+    """The network of full weights in the dtype of the run file. Neither the network of the base nor all weights in fp32
+    are in memory beside it: of 12 B weights these are 24 and 48 GB.
 
     Raises:
-        ValueError: weights that are missing or do not fit.
+        ValueError: weights that are missing, damaged, or do not fit.
     """
-    state, known = FullWeights(network).load(weights), network.state_dict()
-    wrong = [name for name, _ in network.named_parameters() if name not in state]
-    wrong += [name for name, tensor in state.items() if name not in known or known[name].shape != tensor.shape]
+    try:
+        network = component_on_meta(weights, model.spec.networks[model.spec.network_name])
+    except ModelFilesError as error:  # these files are of the checkpoint and not of a model that can be copied anew
+        raise ValueError(str(error).removeprefix("model.path: ").removesuffix("; copy the model anew")) from None
+    known, dtype = network.state_dict(), DTYPES[model.dtype]
+    state: dict[str, Tensor] = {}
+    wrong: set[str] = set()
+    for name, tensor in _tensors(weights):
+        if name in known and known[name].shape == tensor.shape:
+            state[name] = tensor.to(_dtype_in(network, name, dtype) if tensor.is_floating_point() else tensor.dtype)
+        else:
+            wrong.add(name)
+    parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    wrong |= parameters - state.keys()
     if wrong:  # diffusers initializes them at random without an error
-        raise ValueError(f"{weights}: {len(wrong)} weights are missing or do not fit, {wrong[0]} among them")
-    network.load_state_dict(known | state)
+        raise ValueError(f"{weights}: {len(wrong)} weights are missing or do not fit, {min(wrong)} among them")
+    if known.keys() - state.keys():  # earlier versions saved no buffers, such as the table of positions of SD3
+        state = load_network(model, dtype).state_dict() | state
+    network.load_state_dict(state, assign=True)
+    return network
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The full weights in a folder, with one of its files in memory at a time.
+
+    Raises:
+        ValueError: no such files, or a damaged one.
+    """
+    files = sorted(folder.glob("diffusion_pytorch_model*.safetensors"))
+    if not files:
+        raise ValueError("no diffusion_pytorch_model*.safetensors in it, which model.train.kind=full needs")
+    for file in files:
+        try:
+            tensors = load_file(file)
+        except SafetensorError as error:
+            raise ValueError(f"damaged weights ({error})") from None
+        while tensors:
+            yield tensors.popitem()
+
+
+def _dtype_in(network: Any, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a weight in a network that diffusers loads in `dtype`: some classes keep parts in fp32."""
+    kept = network._keep_in_fp32_modules or ()
+    return torch.float32 if any(part in kept for part in name.split(".")) else dtype
 
 
 @torch.no_grad()
@@ -129,18 +176,27 @@ def _base_folder(model: ModelSection, network: nn.Module) -> Path:
     require_hub("model.path", path)
     given: dict[str, Any] = {model.spec.network_name: network}  # not downloaded
     try:
-        return Path(diffusers.DiffusionPipeline.download(path, **given))
+        return Path(_downloaded(path, given, model.weights_variant))
     except Exception as error:
         if (problem := why_unreadable(error)) is None:
             raise
         raise ModelFilesError(f"model.path: cannot download the other parts of {path}: {problem}") from None
 
 
+def _downloaded(path: str, given: Mapping[str, Any], variant: str | None) -> Any:
+    """The snapshot of a hub id: with the files of a variant, or with plain ones where it has none of the variant."""
+    download: Any = diffusers.DiffusionPipeline.download
+    if variant is not None:
+        with suppress(ValueError):  # diffusers finds no such files
+            return download(path, variant=variant, **given)
+    return download(path, **given)
+
+
 def _copy_parts(folder: Path, trained: str, out: Path) -> None:
     """Copy the parts of a pipeline that were not trained, and its index.
 
     Raises:
-        ModelFilesError: one that the index names is missing.
+        ModelFilesError: one that the index names is missing, or is a network without weights.
     """
     for name in components(folder):
         if name == trained:
@@ -150,11 +206,24 @@ def _copy_parts(folder: Path, trained: str, out: Path) -> None:
                 f"model.path: {folder} has no {name}/, which its {INDEX} names; copy the model anew, or export another "
                 "format"
             )
+        if _lacks_weights(folder / name):
+            raise ModelFilesError(
+                f"model.path: {folder / name} has a config.json and no weights; copy the model anew, or export another "
+                "format"
+            )
         for file in sorted(path for path in (folder / name).rglob("*") if path.is_file()):
             place = out / file.relative_to(folder)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, place)  # files of the hub's cache are links
     shutil.copyfile(folder / INDEX, out / INDEX)
+
+
+def _lacks_weights(part: Path) -> bool:
+    """Whether a part is a network without its weights. Tokenizers and processors may have a config.json too."""
+    names = [file.name for file in part.rglob("*") if file.is_file()]
+    if "config.json" not in names or any(name.startswith(_WITHOUT_WEIGHTS) for name in names):
+        return False
+    return not any(name.endswith((".safetensors", ".bin")) for name in names)
 
 
 def _set_schedule(lora: DistillationLora, out: Path) -> None:

@@ -29,15 +29,21 @@ def _row(model: str, *numbers: float, source: str) -> PublishedRow:
     return PublishedRow(model, dict(zip(names, numbers, strict=True)), source)
 
 
+_TABLES: Mapping[str, Table] = {"wukong": "zh", "laion": "en"}
+"""Part of the name of a published set -> its table of characters."""
+
+
 def table_of(options: Mapping[str, Any]) -> Table:
-    """Table of characters by the options: of `language`, else as published by the folder, which names wukong for
-    Chinese, whatever the names of the folders above it."""
+    """Table of characters by the options: of `language`, else of the published set that the path names: wukong is
+    Chinese and laion English. The last component that names a set counts, which may lie below one of the other."""
     given = options.get("language")
     if given in ("en", "zh"):
         return cast("Table", given)
-    path = PurePath(str(options.get("path", "")))
-    folder = path.parent if path.suffix == ".json" else path
-    return "zh" if "wukong" in folder.name.lower() else "en"
+    for part in reversed(PurePath(str(options.get("path", ""))).parts):
+        for name, table in _TABLES.items():
+            if name in part.lower():
+                return table
+    return "en"
 
 
 _compared = lru_cache(1 << 18)(compare)
@@ -55,7 +61,8 @@ class AnyText(Benchmark):
 
     name: Literal["anytext"] = "anytext"
     language: Literal["auto", "en", "zh"] = "auto"
-    """Table of characters that NED compares by; "auto" is Chinese for a path that names wukong, else English."""
+    """Table of characters that NED compares by; "auto" is Chinese for a path that names wukong and no laion below
+    it, else English."""
 
     title: ClassVar[str] = "AnyText-benchmark, generation"
     source: ClassVar[str] = _SOURCE

@@ -100,6 +100,20 @@ class Observations:
         """The outcome of a reward (see `reward_digest`) on an output; None if there is none."""
         return self._known.get((asked, reward, digest))
 
+    def outdated(self, asked: Iterable[Asked], digests: Mapping[str, str]) -> int:
+        """The number of outcomes on some outputs that are on record for the same reward and file, but for other pixels,
+        options or another revision alone.
+
+        Args:
+            digests: see `reward_digest`.
+        """
+        earlier = {(asked.file, name) for asked, name, _ in self._known}
+        return sum(
+            (one.file, name) in earlier and (one, name, digest) not in self._known
+            for one in asked
+            for name, digest in digests.items()
+        )
+
     def revision(self, asked: Asked, reward: str, digest: str) -> str:
         """The revision that gave the outcome on record, fingerprints included; "" if it is not known."""
         return self._revisions.get((asked, reward, digest), "")

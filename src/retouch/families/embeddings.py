@@ -65,10 +65,11 @@ class EmbeddingCache:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(now, indent=2) + "\n")
         self._made_with = _read_identity(file)
-        for name, value in now.items():
-            made = self._made_with.get(name)
-            # encoders that are not here any more cannot have changed
-            if value != made and not (name.endswith("_files") and value is None):
+        for name in {**now, **self._made_with}:
+            value, made = now.get(name), self._made_with.get(name)
+            # encoders that are not here any more cannot have changed, and a run may need none of references
+            unused = value is None and (name.endswith("_files") or name.startswith("image_encoder"))
+            if value != made and not unused:
                 raise ConfigError(
                     f"model.embeddings: {folder} was made with {name} {made!r}, but now it is {value!r}; run `retouch "
                     "data precompute RUN.yaml --out ...` into a new folder, or delete this one first"
@@ -225,6 +226,8 @@ def identity(model: Model) -> dict[str, Any]:
         "text_files": fingerprint(_folders(path, ("text_encoder", "tokenizer"))),
         "vae_files": fingerprint(_folders(path, ("vae",))),
     }
+    if model.weights_variant is not None:  # caches of earlier versions have no such key
+        made["weights_variant"] = model.weights_variant
     encoder = model.reference_encoder
     if encoder is not None:
         made["image_encoder"] = encoder

@@ -29,8 +29,8 @@ _BATCH = 16
 
 
 def check_distances(benchmark: Benchmark, outputs: Sequence[Output]) -> None:
-    """Compute the features of one real image for each distance, on the CPU, before anything is sampled: what cannot
-    be had is reported now and not after hours.
+    """Compute the features of one real image for each distance, on the device of the scorers, before anything is
+    sampled: what cannot be had is reported now and not after hours. No extractor stays in memory.
 
     Raises:
         ConfigError: no such extractor, one that cannot be used, or fewer than two real images.
@@ -44,9 +44,24 @@ def check_distances(benchmark: Benchmark, outputs: Sequence[Output]) -> None:
             )
         if entry.extractor == "encoder" and looks_local(entry.path) and not expanded(entry.path).is_dir():
             raise ConfigError(f"{where}.path: given {entry.path!r}; no such folder")
-        extract, _ = _extractor(entry, where, "cpu")
-        if not len(extract(map(_read, real[:1]))):
-            raise ConfigError(f"{where}.real: given {entry.real!r}, whose first image cannot be read: {real[0]}")
+        if not _has_features(entry, where, real):
+            raise ConfigError(f"{where}.real: given {entry.real!r}, whose images cannot be read, {real[0]} the first")
+
+
+def _has_features(entry: DistanceEntry, where: str, real: Images) -> bool:
+    """Whether an image can be read; of the first that can, the features are computed.
+
+    Raises:
+        ConfigError: no such extractor, or one that cannot be used.
+    """
+    from retouch.use.loaded import free_memory
+
+    extract, _ = _extractor(entry, where, own_device())
+    readable = (image for image in map(_read, real) if image is not None)
+    found = extract(islice(readable, 1))
+    del extract
+    free_memory()  # else sampling and the scorers could not have it
+    return len(found) > 0
 
 
 def distances_of(

@@ -191,6 +191,13 @@ def score(benchmark: Benchmark, found: Sequence[Found], reader: Reader, scorers:
     Raises:
         RewardOutage: a scorer does not answer; what was scored before is on record.
     """
+    if outdated := record.outdated([one.asked for one in found], scorers.digests):
+        logger.info(
+            "%s: %d earlier outcomes are of another version, of other options or of other images; they are scored "
+            "again",
+            record.path.stem,
+            outdated,
+        )
     for table in scorers.tables:
         todo = [
             one
