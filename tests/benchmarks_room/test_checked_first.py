@@ -60,7 +60,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_model_in_the_home_directory_is_loaded(name: str, home: Path) -> None:
     scorer = make_scorer(name, {"path": "~/clip"})
     scorer.load("cpu")
-    assert "~/clip local" in scorer.spec.revision
+    assert "~/clip fp32 local" in scorer.spec.revision
 
 
 def test_every_scorer_loads_models_by_expanded_paths() -> None:
@@ -71,7 +71,10 @@ def test_every_scorer_loads_models_by_expanded_paths() -> None:
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "from_pretrained":
                 found.append(f"{file.stem}: {ast.unparse(node.args[0])}")
     assert len(found) > 10
-    assert {one.partition(": ")[2] for one in found} == {"place", "inputs", "model_path(path)", "None"}, found
+    assert {one.partition(": ")[2] for one in found} == {"place", "inputs", "model_path(path)", "path", "None"}, found
+    assert [one for one in found if one.endswith(": path")] == [
+        "weights: path"
+    ]  # of `image_processor`, which gets those
 
 
 def write_module(path: Path, forward: str) -> Path:

@@ -161,10 +161,10 @@ def test_references_need_no_image_encoder(signs: Path, tmp_path: Path) -> None:
     assert precompute(config, tmp_path / "cache")["references"] >= 2
     config = config.model_copy(update={"model": kept})
     assert for_items(config, data.items, config.data) is config
-    other = replace(data.items[0], id=99, reference_path=data.items[0].source_path)
-    assert for_items(config, [data.items[0], other], config.data).model.embeddings is None
     Image.effect_noise((64, 32), 50).convert("RGB").save(tmp_path / "noise.png")
-    cut = replace(other, reference_path=tmp_path / "noise.png", reference_mask_path=other.mask_path)
+    other = replace(data.items[0], id=99, reference_path=tmp_path / "noise.png")
+    assert for_items(config, [data.items[0], other], config.data).model.embeddings is None
+    cut = replace(other, reference_mask_path=other.mask_path)
     part = read_item(cut, config.data)[0].reference  # a part of the file is read, and looked for
     assert part is not None and part.size != (64, 32)
     assert for_items(config, [data.items[0], cut], config.data).model.embeddings is None
