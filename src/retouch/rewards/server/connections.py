@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from retouch.rewards.server.admission import Limits, bears
 
 _STRANGERS_BYTES = 16 << 20
-"""Of a request without the token: a batch of images of a client with a wrong one."""
+"""Largest body of a request without the token that is read: a batch of images of a client with a wrong one."""
 
 _SLICE = 4096  # bytes of a request that are parsed at once where one byte may be a chunk: some 10 ms
 
@@ -93,7 +93,7 @@ class BoundedConnection(H11Protocol):
         self.peers.add(self)
 
     def close(self) -> None:
-        """End the answer; close once the peer closes, or after `header_s` seconds."""
+        """End the answer, and close the connection when the peer does, or after `header_s` seconds."""
         sends = self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
         if not sends or self._to_drop is not None or self._socket.is_closing():
             self._socket.close()
