@@ -135,7 +135,7 @@ def test_a_disk_that_is_full_when_weights_are_exported(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     checkpoint = finished("lora") / "checkpoints" / "step-000004"
-    monkeypatch.setattr("retouch.adapters.lora.write_tensors", full)
+    monkeypatch.setattr("retouch.adapters.export.write_tensors", full)
     says = failed(retouch("export", checkpoint, "--to", "diffusers-lora", "--out", tmp_path / "x"))
     assert says == f"{tmp_path / 'x'}: no space left on device; {FULL}"
 

@@ -295,7 +295,7 @@ def test_several_runs_are_sampled_with_the_settings_of_the_first(
     assert sampled.evaluation.num_steps == 3 and sampled.rollout.guidance_scale is None
     assert sampled.evaluation.data is not None and first.evaluation.data is not None
     assert sampled.evaluation.data.size == first.evaluation.data.size
-    changes = ("num_steps 3 instead of 5", "rollout.guidance_scale None instead of 2.0", "resolution")
+    changes = ("num_steps 3 instead of 5", "rollout.guidance_scale 30.0 instead of 2.0", "resolution")
     assert "b is sampled with the settings of a: " in caplog.text and all(one in caplog.text for one in changes)
     caplog.clear()
     assert comparison._sampled_as("a", first, "b", first).evaluation.num_steps == 3 and not caplog.records

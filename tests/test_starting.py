@@ -280,7 +280,7 @@ def test_what_cannot_be_started(photos: Path, tmp_path: Path) -> None:
 
     assert refused(tmp_path / "no").startswith(f"error: FOLDER: given {tmp_path}/no; no such file or folder")
     assert "expected a mapping_file.json, a self_bench.txt, a cross_bench.txt" in refused(tmp_path)
-    assert "--family: given 'flux'; did you mean" in refused(photos, "--family", "flux")
+    assert "--family: given 'flux_fil'; did you mean" in refused(photos, "--family", "flux_fil")
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(photos / "images/p00.png", bare / "a.png")

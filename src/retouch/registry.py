@@ -106,6 +106,10 @@ class Registry(Mapping[str, Component], Generic[Component]):
         if missing:
             raise ConfigError(f"{where}: {own} has no {', '.join(missing)}; define each as a method of {own}")
 
+    def is_builtin(self, name: str) -> bool:
+        """Whether a component is one of the package."""
+        return name in self._builtin
+
     def available(self) -> dict[str, Component]:
         """Every component that can be used. One of another package that cannot is left out with a warning."""
         return {name: component for name in self if (component := self.find(name)) is not None}

@@ -32,6 +32,7 @@ def falling_gold(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proxy rises with everything that is scored, gold falls, and is asked in evaluations alone, of which two
     examples are enough here."""
     monkeypatch.setattr(guards, "MIN_EXAMPLES", 2)
+    monkeypatch.setattr(guards.GoldPairs, "_as_by_chance", lambda *_: False)
     up, down = itertools.count(), itertools.count()
 
     def gold(item: RewardItem) -> Outcome:

@@ -650,7 +650,7 @@ def test_a_run_leaves_what_every_run_leaves(vlm_file: RunFile, tmp_path: Path) -
     compared = retouch("eval", "--run", run, "--data", vlm_runs.tasks(), "--json")
     assert compared.code == 0, compared.err
     result = json.loads(compared.out)
-    assert list(result["means"]) == ["base", "after RL"] and "letters" in result["gains"]["after RL - base"]
+    assert list(result["means"]) == ["base", "after RL"] and "letters" in result["means"]["after RL"]
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ from retouch.data.formats.imgedit import ImgEditData
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.formats.prompts import PromptsData
 from retouch.data.remote import Pinned, cached_path, local_path, pinned
-from retouch.use import comparison
+from retouch.use.overlap import seen_in_training
 from tests.command_line import retouch
 from tests.data.hub_stub import COMMIT, HubStub
 
@@ -166,7 +166,7 @@ def test_evaluation_data_is_compared_with_downloaded_training_data(
 
     def warned() -> str:
         caplog.clear()
-        comparison._warn_of_overlap(run, load_dataset(section))  # pyright: ignore[reportPrivateUsage]
+        seen_in_training(run, load_dataset(section), "--data")
         return caplog.text
 
     assert "data.path has no images on this machine" in warned() and not served.asked

@@ -29,7 +29,7 @@ from retouch.rewards.client.cache import (
     ScoreCache,
     cache_key,
 )
-from retouch.rewards.client.client import RewardClient
+from retouch.rewards.client.client import RewardClient, _Request  # pyright: ignore[reportPrivateUsage]
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
@@ -344,7 +344,9 @@ def test_a_request_that_is_cancelled_before_it_begins_gives_its_place_back() -> 
         async def cancelled() -> int:
             place = client._balancer.servers[0]
             place.sent(time.monotonic())
-            task = asyncio.create_task(client._attempt_or_hedge(place, items(1), "r", time.monotonic() + 5, ()))
+            task = asyncio.create_task(
+                client._attempt_or_hedge(place, _Request(items(1), ["r"], "r", time.monotonic() + 5), ())
+            )
             await asyncio.sleep(0)  # it has made its attempt, which has not begun
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

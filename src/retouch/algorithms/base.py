@@ -392,7 +392,7 @@ class AdvantageConfig(RlConfig):
                     f"rollout.group_size: given 1, but algorithm.{name}=group compares samples of one example with "
                     f"each other; set group_size to 2 or more (4-16 is usual), or algorithm.{name}=batch"
                 )
-        if self.skip_zero_std_groups and "group" not in (self.baseline, self.scale):
+        if self.skip_zero_std_groups and self.baseline == "batch":
             raise ValueError(
                 "algorithm.skip_zero_std_groups: given true, but algorithm.baseline=batch compares with the whole "
                 "batch, where a group with zero reward variance counts as well; leave it out, or set baseline=group"

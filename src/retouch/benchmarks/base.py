@@ -318,7 +318,7 @@ class Benchmark(Section):
             name: {**_AS_SAVED, "scorer": name, **_without_options(entry, given.get(name))}
             for name, entry in cls.default_rewards(options).items()
         }
-        merged = overlaid({"rewards": own}, {"rewards": given})["rewards"] if given else own
+        merged = overlaid({"rewards": own}, {"rewards": given}, warns=False)["rewards"] if given else own
         named = {name: _named(name, entry) for name, entry in merged.items()}
         return {**options, "rewards": with_variables(named, "rewards")}
 

@@ -66,9 +66,12 @@ def load_run(
     return parse_run(run, overrides, source=str(path), unread=unread, trust=trust)
 
 
-def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any], *, warns: bool = True) -> dict[str, Any]:
     """A run with the keys of `changes` merged over it, as overrides of the command line are; dotted keys and nested
     mappings are equivalent.
+
+    Args:
+        warns: whether a section that another kind replaces is reported.
 
     Raises:
         ConfigError: a key set twice or below a value, an option of a reward that does not exist, or what cannot be laid
@@ -82,7 +85,7 @@ def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     _check_family(below, above)
     merged = deepcopy(_overlay(below, above, replaces=False))
     for section in replace_kinds(below, merged, [path for path, _ in _leaves(above, ())]):
-        logger.warning("%s", section)
+        logger.log(logging.WARNING if warns else logging.DEBUG, "%s", section)
     return merged
 
 

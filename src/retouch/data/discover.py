@@ -59,10 +59,12 @@ class Found:
 
 
 def recognised(path: Path, size: tuple[int, int]) -> DataSection | None:
-    """A section of the first format that recognises the path, or data at a commit; None if no format does."""
+    """A section of the first format that recognises the path, those of plug-ins first, or data at a commit; None if no
+    format does."""
     import_plugins_of_environment()
     path = local_path(str(path))
-    for section in FORMATS.available().values():
+    formats = sorted(FORMATS.available().items(), key=lambda pair: FORMATS.is_builtin(pair[0]))
+    for _, section in formats:
         if section.recognises(path):
             return section.model_validate({"path": str(path), "resolution": size})
     return None
