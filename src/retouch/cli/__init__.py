@@ -79,7 +79,7 @@ def _main() -> None:
     if sys.argv[1:2] in (["train"], ["check"]) and (message := flags.answer(sys.argv[1], sys.argv[2:])):
         _fail(f"error: {message}", 2)
     try:
-        code = app(standalone_mode=False)  # or typer would print usage errors itself, in a box of several lines
+        code = _called(sys.argv[1:2])(standalone_mode=False)  # or typer would print usage errors itself, in a box of several lines
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
     except Exception as error:
@@ -98,6 +98,19 @@ def _main() -> None:
     if not code and not _trains() and (problem := results_problem()):  # the result of a run is its directory
         _fail(f"error: {problem}", 1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _called(name: list[str]) -> typer.Typer:
+    """The command line with only the command that is called: typer reads the signatures of all of a command line first,
+    which takes as long as reading a run file. All of it for help and for a name that is none."""
+    commands = [command for part in (runs.app, use.app) for command in part.registered_commands]
+    chosen = [one for one in commands if one.callback and [one.name or one.callback.__name__] == name]
+    if not chosen:
+        return app
+    only = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    only.callback()(options)
+    only.registered_commands = chosen
+    return only
 
 
 def _trains() -> bool:

@@ -138,10 +138,12 @@ def require_consent(found: Mapping[Key, list[str]], overridden: Collection[Key],
 
 def _is_run(folder: Path) -> bool:
     """Whether a folder has the files of a run beside a run file."""
-    from retouch.complete import complete_checkpoints  # `retouch check` of the user's own file needs neither
+    if not (folder / "config.yaml").exists():
+        return False
+    from retouch.complete import complete_checkpoints  # `retouch check` of the user's own file does not need it
 
-    has = [(folder / name).exists() for name in ("config.yaml", "environment.json", "metrics.jsonl")]
-    return has[0] and (any(has[1:]) or bool(complete_checkpoints(folder / "checkpoints")))
+    files = (folder / "environment.json", folder / "metrics.jsonl")
+    return any(file.exists() for file in files) or bool(complete_checkpoints(folder / "checkpoints"))
 
 
 def _record(run: Path, run_file: bytes) -> Path | None:
