@@ -79,7 +79,8 @@ def _main() -> None:
     if sys.argv[1:2] in (["train"], ["check"]) and (message := flags.answer(sys.argv[1], sys.argv[2:])):
         _fail(f"error: {message}", 2)
     try:
-        code = _called(sys.argv[1:2])(standalone_mode=False)  # or typer would print usage errors itself, in a box of several lines
+        # or typer would print usage errors itself, in a box of several lines
+        code = _called(sys.argv[1:2])(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
     except Exception as error:
