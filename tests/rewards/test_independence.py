@@ -205,12 +205,25 @@ def loaded(name: str, given: Mapping[str, Any], files: Mapping[str, Any], server
 # --- the property ---
 
 
+OF_ANOTHER = {
+    *("cvtg-", "flow_grpo_ocr-", "longtext-", "ocr-False", "ocr_lines-False-kept"),  # read as `ocr` or `ocr_lines` do
+    *("imgedit-", "textedit_judge-", "viescore-"),  # ask as `complex_edit` does
+    *("pairwise-reference", "unified_reward-pair", "unified_reward-point", "geneval-soft"),
+}
+"""Cases that cost a second or more and do what another one does by the same code: `make test-all` takes them."""
+
+
 def test_every_scorer_has_a_case() -> None:
     assert {name for name, _ in CASES} == set(REWARDS)
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), CASES, ids=[f"{name}-{'-'.join(map(str, given.values()))}" for name, given in CASES]
+    ("name", "given"),
+    [
+        pytest.param(name, given, id=case, marks=[pytest.mark.full] if case in OF_ANOTHER else [])
+        for name, given in CASES
+        for case in [f"{name}-{'-'.join(map(str, given.values()))}"]
+    ],
 )
 @pytest.mark.usefixtures("_tiny")
 def test_the_score_of_an_item_depends_on_nothing_else(name: str, given: dict[str, Any], tmp_path: Path) -> None:
