@@ -1,9 +1,9 @@
 """What the run files claim about public runs, and the numbers of their comments.
 
-A header names public runs by a label: a file that says `# follows FG: OWNER/NAME@COMMIT PATH ENTRY` has all settings of that
-run, and one that says `# cites FG: ...` some. A comment behind a value claims `published FG`, that it is the same there, or
-`published FG 0.04; why`, that it is .04 there. `# not as published FG: KEY VALUE; why` claims the latter of a key that the
-file does not write. tests/data/published.yaml has what stands there.
+A header names public runs by a label: with `# follows FG: OWNER/NAME@COMMIT PATH ENTRY` a file has all settings of that
+run, with `# cites FG: ...` some of them. A comment behind a value claims `published FG`: it is the same there; or
+`published FG 0.04; why`: it is .04 there. `# not as published FG: KEY VALUE; why` is the latter for a key that the file
+does not write. tests/data/published.yaml has what stands there.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ class GrpoConfig(AdvantageConfig):
         steps = self.derive(run, 1).optimizer_steps_per_epoch
         if steps > 1:
             yield (
-                f"algorithm.old_log_probs: given 'recorded' with bf16, guidance {scale:g} and {steps} optimizer steps an "
-                "epoch on one process: rounding alone moves ratios beyond clip_range after the first step; set "
+                f"algorithm.old_log_probs: given 'recorded' with bf16, guidance {scale:g} and {steps} optimizer steps "
+                "an epoch on one process: rounding alone moves ratios beyond clip_range after the first step; set "
                 "algorithm.old_log_probs=recomputed, or fp16 in model.dtype and training.mixed_precision"
             )
 

@@ -146,7 +146,8 @@ class Budget:
         with self._lock:
             if self.ledger:
                 self.ledger.exchange(self.spent)
-            requests, tokens_in, tokens_out = total = self.total()
+            total = self.total()
+            requests, tokens_in, tokens_out = total
             for name, spent, limit in (
                 ("requests", requests, self.requests),
                 ("tokens", tokens_in + tokens_out, self.tokens),
