@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +139,7 @@ def test_a_server_of_the_run_counts_in_the_folder_that_it_is_given(
     assert judge.budget.ledger is not None
     judge.budget.begin()
     judge.budget.exchange()
-    assert os.listdir(tmp_path) == ["mine.d"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.d"]
     monkeypatch.delenv(SPENDING_VARIABLE)
     other = Judge()
     other.budget = Budget(requests=1)
@@ -178,4 +177,6 @@ def test_a_paid_judge_without_a_limit_is_a_warning() -> None:
 def test_a_budget_of_dollars_of_ones_own_judge_never_ends() -> None:
     """Its file then serves a paid judge and a judge on this machine."""
     own = OpenAIJudgeReward(model="auto", address="http://127.0.0.1:8001/v1", budget_dollars=5)
-    assert own.make().budget.dollars == 5 and own.price_in == 0
+    assert own.make().budget.dollars == 5 and own.price_in == 0 and own.advice("judge") == []
+    [line] = OpenAIJudgeReward(model="m", address="http://proxy.example/v1", budget_dollars=5).advice("judge")
+    assert line.startswith("rewards.judge.budget_dollars: given 5 without the prices of http://proxy.example/v1")

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from retouch import plain_json
 from retouch.config.base import Count, Names, NonNegative, Positive
 from retouch.errors import ConfigError, RewardOutage, shown
+from retouch.rewards.addresses import is_local
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import (
@@ -119,6 +120,11 @@ class JudgeEntry(RewardEntry):
             told.append(
                 f"rewards.{name}.address: given {self.address}, a paid judge without a limit of dollars; set "
                 f"rewards.{name}.budget_dollars, or JUDGE_URL of a judge on your machine"
+            )
+        if self.budget_dollars is not None and not self.price_in + self.price_out and not is_local(self.address):
+            told.append(
+                f"rewards.{name}.budget_dollars: given {self.budget_dollars:g} without the prices of {self.address}: "
+                "it never ends; set price_in and price_out, or leave budget_dollars out for a judge that costs nothing"
             )
         return told
 
