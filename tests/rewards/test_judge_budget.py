@@ -37,8 +37,10 @@ def budget(folder: Path | None = None, **limits: Any) -> Budget:
 
 
 def spend(one: Budget) -> None:
+    """A batch of one question."""
     one.begin()
     one.used(USAGE)
+    one.exchange()
 
 
 def test_processes_of_a_run_share_a_budget(tmp_path: Path) -> None:
@@ -54,9 +56,7 @@ def test_processes_of_a_run_share_a_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("limit", "value"), [("requests", 1), ("tokens", 500_000), ("dollars", 2.0)])
 def test_a_resumed_run_goes_on_counting(tmp_path: Path, limit: str, value: float) -> None:
     """Also what a process counted that was killed: it wrote its count with the batch before."""
-    first = budget(tmp_path, **{limit: value})
-    spend(first)
-    first.exchange()
+    spend(budget(tmp_path, **{limit: value}))
     again = budget(tmp_path, **{limit: value})
     with pytest.raises(BudgetSpent):
         again.begin()
@@ -71,7 +71,12 @@ def test_a_process_looks_at_the_others_once_a_second(tmp_path: Path, monkeypatch
         each.begin()  # the first look
     one.begin()
     one.exchange()  # after a batch, whenever it was
-    assert [other.total()[0], one.total()[0]] == [1, 3]
+    other.begin()
+    assert (one.total()[0], other.total()[0]) == (2, 2)
+    other.exchange()
+    assert other.total()[0] == 4
+    with pytest.raises(BudgetSpent):
+        other.begin()
 
 
 def test_a_file_that_holds_no_count_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
