@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # GRPO of a style adapter on FLUX.1-Fill, one GPU, its 64 images a step accumulated. key=value may follow.
 #
-#   CALLIGRAPHER_PATH  calligrapher.bin, to go on from it; without it a new adapter, after a supervised warm-up
+#   CALLIGRAPHER_PATH  calligrapher.bin, to go on from it; without it a new adapter, after a supervised warm-up, which is too
+#                      short for it to follow the reference (configs/flux_fill_ip_sft.yaml has what released ones took)
 #   SIGLIP_PATH        image encoder, hub id or folder (default: google/siglip-so400m-patch14-384)
 #   MODEL_PATH         FLUX.1-Fill, hub id or folder (default: black-forest-labs/FLUX.1-Fill-dev)
 #   DATA_PATH          self_bench folder with every test{N}_ref.png; or DATA_JSON_PATH, a list; the reference of an

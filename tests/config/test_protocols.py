@@ -133,7 +133,7 @@ def test_options_of_judges(rewards: dict[str, Any], message: str) -> None:
 
 
 def test_what_is_not_the_whole_protocol_is_not_named_mmmg() -> None:
-    judge = {"scorer": "mmmg", "model": "judge"}
+    judge = {"scorer": "mmmg", "model": "judge", "address": "http://127.0.0.1:1/v1"}  # a paid one is a warning, too
     whole = {**judge, "wording": "published", "prompts": "q.txt", "ged": "networkx", "readability": "a:b"}
     [line] = warnings_of(run(MMMG, rewards={"mmmg": judge}))
     assert line.startswith(

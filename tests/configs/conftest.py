@@ -44,6 +44,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVAL_DATA_PATH", "a/folder")
     monkeypatch.setenv("IMAGE_ROOT", "a/folder")
     monkeypatch.setenv("CALLIGRAPHER_PATH", "a/calligrapher.bin")
+    monkeypatch.setenv("ADAPTER_PATH", "an/adapter")
     monkeypatch.delenv("SIGLIP_PATH", raising=False)
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "JUDGE_URL", "JUDGE_ADDRESS", "JUDGE_MODEL"):
         monkeypatch.delenv(name, raising=False)
@@ -72,11 +73,12 @@ class Picky(OpenAIServer):
 
 @pytest.fixture
 def picky(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAIServer]:
-    """A judge where OpenAI's own variables say."""
+    """A judge where the variables of judges say."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     judge._BUCKETS.clear()  # pyright: ignore[reportPrivateUsage]
     with Picky() as server:
-        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        for name in ("OPENAI_BASE_URL", "JUDGE_URL"):
+            monkeypatch.setenv(name, server.url)
         yield server
 
 
@@ -133,7 +135,8 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
     if published["model"]["train"]["kind"] == "ip_adapter":
         overrides += ["model.train.image_encoder=tiny"]
     if "initial_adapter" in published["model"]["train"]:
-        overrides += [f"model.train.initial_adapter={tiny_calligrapher(out / 'calligrapher.bin')}"]
+        released = tiny_calligrapher(out / "calligrapher.bin") if "calligrapher" in path.stem else "null"
+        overrides += [f"model.train.initial_adapter={released}"]
     sections = {
         "data": published["data"],
         "warmup_data": published.get("warmup_data"),
@@ -149,13 +152,15 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         overrides += ["data.reference_strip=16"]
     overrides += [f"rewards.{name}.url=null" for name in published["rewards"]]
     # finding the lines takes most of a second a picture; tests/rewards has it
-    overrides += [f"rewards.{name}.detect=false" for name in ("ocr", "style") if name in published["rewards"]]
+    named = published["rewards"].keys() & {"ocr", "style", "style_by_clip"}
+    overrides += [f"rewards.{name}.detect=false" for name in sorted(named)]
     if "clip" in published["rewards"]:
         overrides += [f"rewards.clip.path={tiny_clip()}"]
+    if "pickscore" in published["rewards"]:
+        overrides += [f"rewards.pickscore.{key}={tiny_clip()}" for key in ("path", "processor")]
     if "vlm" in published["rewards"]:
         overrides += [f"rewards.vlm.path={tiny_vlm()}", "rewards.vlm.dtype=fp32", "rewards.vlm.min_mass=0"]
-    if "style" in published["rewards"]:
-        overrides += ["rewards.style.image_encoder=tiny"]
+    overrides += [f"rewards.{name}.image_encoder=tiny" for name in sorted(named - {"ocr"})]
     scorers = {entry.get("scorer", name): name for name, entry in published["rewards"].items() if entry}
     judged = scorers.keys() & {"complex_edit", "editscore", "pairwise"}  # by `picky`, to whom any two images differ
     rounds = [name for name, entry in published["rewards"].items() if "rounds" in (entry or {})]
@@ -164,7 +169,7 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         # random weights write nothing: all readings tie, and no step is taken
         has_references = published["data"]["format"] != "prompts"
         score = "style: {image_encoder: tiny, gate: 0, detect: false}" if has_references else "jpeg_size: {}"
-        overrides += [f"rewards={{{score}}}"]
+        overrides += [f"rewards={{{score}}}", "evaluation.on_gold_fall=warn"]
     overrides += ["optimizer.batch_size_per_device=4", "optimizer.gradient_accumulation=2"]
     overrides += ["evaluation.num_examples=1", "evaluation.grid_examples=1", "evaluation.num_steps=1"]
     overrides += ["rollout.batch_size_per_device=4"]

@@ -110,8 +110,11 @@ def test_a_list_of_descriptions_is_all_that_its_run_reads(path: Path, monkeypatc
     run = load_run(path)
     assert run.evaluation.data is None and run.warmup_data is None  # no second variable
     assert "ocr" not in run.rewards and run.rewards["clip"].crop == "mask_box"
-    for override in re.findall(r'"(rewards=\{.*?\}\}?)"', path.read_text(encoding="utf-8")):
-        assert "ocr" not in load_run(path, [override]).rewards
+    named = re.findall(r'"(rewards\.\w+=[^"]*)"', " ".join(path.read_text(encoding="utf-8").split("\n# ")))
+    assert len(named) == (5 if path.stem.endswith("manifest_grpo") else 0)
+    for overrides, kept in ((named[:2], {"hpsv2", "seam"}), (named[2:], {"mask_composite"})) if named else ():
+        rewards = load_run(path, overrides).rewards
+        assert {name for name, entry in rewards.items() if entry.role == "train"} == kept
 
 
 @pytest.mark.parametrize("path", [path for path in RELEASED if "calligrapher" in path.stem], ids=name_of)

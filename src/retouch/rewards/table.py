@@ -27,6 +27,7 @@ from retouch.rewards.devices import CPU, Devices, devices_of, instances, serve_a
 from retouch.rewards.golden import disagreements, golden_items
 from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import RewardBackend, RewardItem, Scorer
+from retouch.rewards.scorers.judge_budget import share_budgets
 from retouch.rewards.server.launch import LocalServer
 from retouch.rewards.views import View, viewed
 from retouch.types import Failure, Outcome, Score, Scores
@@ -175,6 +176,7 @@ class RewardTable:
         self.device = device
         self.client = client
         self.log_dir = log_dir or Path()
+        self._spending = log_dir and log_dir / "judge-spending"
         self.weights = {n: 0.0 if entry.role == "gold" else entry.weight for n, entry in entries.items()}
         self.trained = [name for name, entry in entries.items() if entry.role == "train"]
         self.evaluated = [name for name, entry in entries.items() if not entry.compares_group()]
@@ -369,7 +371,9 @@ class RewardTable:
 
     def _connect(self, place: Place, members: list[str]) -> RewardBackend:
         if place.where == OWN_PROCESS:
-            return LocalRewards({name: self.entries[name].make() for name in members}, *place.devices)
+            scorers = {name: self.entries[name].make() for name in members}
+            share_budgets(scorers, self._spending)
+            return LocalRewards(scorers, *place.devices)
         urls = self._auto_urls[place.devices] if place.where == AUTO_SERVER else list(place.where)
         return RewardClient(urls, members, token=reward_token(), options=self.client, cache=self._cache)
 
@@ -411,7 +415,7 @@ class RewardTable:
             if (place.where, place.devices) == (AUTO_SERVER, devices)
         }
         apart = apart if devices == CPU else f"-gpu-{serve_argument(one_each).replace(',', '-')}{apart}"
-        return LocalServer(options, self.log_dir / f"reward-server{apart}.log", one_each)
+        return LocalServer(options, self.log_dir / f"reward-server{apart}.log", one_each, self._spending)
 
 
 def of_all(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

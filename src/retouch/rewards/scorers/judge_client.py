@@ -8,13 +8,12 @@ from __future__ import annotations
 import base64
 import io
 import logging
-import math
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -24,6 +23,8 @@ from PIL import Image
 from retouch.rewards.addresses import base_and_query, is_local, secret_of
 from retouch.rewards.foreign import BrokenReply, Reply, fetch, no_cookies, one_line
 from retouch.rewards.protocol import Pixels
+from retouch.rewards.scorers.judge_budget import Budget as Budget
+from retouch.rewards.scorers.judge_budget import BudgetSpent as BudgetSpent
 from retouch.rewards.scorers.judge_replies import JudgeError as JudgeError
 from retouch.rewards.scorers.judge_replies import Problem, adjustments, completion, fitted, listed
 
@@ -40,16 +41,13 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 AUTO = "auto"
 DEFAULT_MODEL = "gpt-4o-2024-11-20"
 """Model of AUTO at OpenAI: the judge of the published Complex-Edit scores."""
+DEFAULT_PRICES = (2.5, 10.0)
+"""List prices of DEFAULT_MODEL in 2026, in dollars per million tokens of questions and of answers."""
 _BILLED_TRIES = 3  # of one question: replies without an answer that have a price
 _READ_BYTES = 65536  # of a reply, from which the key is removed before it is cut for a message
 _MOST_SERVED = 16  # names of the served model; more would mean that the name changes with every reply
 _MOST_NAME = 200  # characters of the name of the served model
-_MOST_TOKENS = 10**9  # of one reply: more would be a false number, and end the budget
 _TOKENS_OF_IMAGE = 800  # estimate of a request before its usage is known
-
-
-class BudgetSpent(Exception):
-    """The limit of requests, tokens or money is reached, or the account at the endpoint has no quota left."""
 
 
 class TokenBucket:
@@ -70,66 +68,6 @@ class TokenBucket:
             self._at = now
             self._left -= amount
             return max(0.0, -self._left / self.rate)
-
-
-@dataclass
-class Budget:
-    """Total limits; None is no limit. Prices are in dollars per million tokens."""
-
-    requests: int | None = None
-    tokens: int | None = None
-    dollars: float | None = None
-    price_in: float = 0.0
-    price_out: float = 0.0
-    spent_requests: int = 0
-    spent_in: int = 0
-    spent_out: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    @property
-    def cost(self) -> float:
-        """Dollars so far."""
-        return (self.spent_in * self.price_in + self.spent_out * self.price_out) / 1e6
-
-    def undo(self) -> None:
-        """Do not count a request that was not answered."""
-        with self._lock:
-            self.spent_requests -= 1
-
-    def begin(self) -> None:
-        """Count a request.
-
-        Raises:
-            BudgetSpent: a limit is reached.
-        """
-        with self._lock:
-            tokens = self.spent_in + self.spent_out
-            for name, spent, limit in (
-                ("requests", self.spent_requests, self.requests),
-                ("tokens", tokens, self.tokens),
-                ("dollars", self.cost, self.dollars),
-            ):
-                if limit is not None and spent >= limit:
-                    raise BudgetSpent(f"the judge's budget of {limit:g} {name} is spent")
-            self.spent_requests += 1
-
-    def used(self, usage: Mapping[str, Any]) -> int:
-        """Count the tokens of a reply -> how many.
-
-        Raises:
-            ValueError: a number that is none of tokens.
-        """
-        tokens_in, tokens_out = (_tokens(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
-        with self._lock:
-            self.spent_in += tokens_in
-            self.spent_out += tokens_out
-        return tokens_in + tokens_out
-
-
-def _tokens(number: object) -> int:
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= _MOST_TOKENS:
-        raise ValueError(f"{number!r} is no number of tokens")
-    return math.ceil(number)
 
 
 _BUCKETS: dict[tuple[str, str, float], TokenBucket] = {}

@@ -9,7 +9,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -17,9 +17,13 @@ from pydantic import Field, model_validator
 from retouch import plain_json
 from retouch.config.base import Count, Names, NonNegative, Positive
 from retouch.errors import ConfigError, RewardOutage, shown
+from retouch.rewards.addresses import is_local
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import (
+    AUTO,
+    DEFAULT_MODEL,
+    DEFAULT_PRICES,
     KEY_VARIABLE,
     Budget,
     BudgetSpent,
@@ -64,19 +68,36 @@ class JudgeEntry(RewardEntry):
     tokens_per_minute: Positive | None = None
     """Token rate limit of the endpoint, shared in the same way."""
     budget_requests: Count | None = None
-    """Maximum number of answered requests of each process that scores; a question beyond it is a failure, and too many
-    failures stop the run."""
+    """Maximum number of answered requests of a run, over all its processes and starts, in training and in evaluations;
+    a server that runs by itself counts its own. A question beyond it is a failure, and too many failures stop the run,
+    resumable. Questions that are open at that moment are still answered."""
     budget_tokens: Count | None = None
     """Maximum number of tokens, in the same way."""
     budget_dollars: Positive | None = None
     """Maximum cost in dollars by the two prices, in the same way."""
     price_in: NonNegative = 0.0
-    """Dollars per million tokens of questions."""
+    """Dollars per million tokens of questions. With both prices left out, those of the default model at OpenAI are its
+    list prices, 2.5 and 10; another address costs nothing."""
     price_out: NonNegative = 0.0
     """Dollars per million tokens of answers."""
     timeout_s: Positive = 180.0
     """Deadline of one question in seconds, retries included: `concurrency` times what a busy judge takes for one
     question, which is up to 20 s for a local judge."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_prices(cls, value: object) -> object:
+        """The entry with the list prices of the default model at OpenAI where it has none: a budget in dollars must
+        act without them."""
+        if not isinstance(value, Mapping):
+            return value
+        entry = cast("Mapping[str, Any]", value)
+        where = entry.get("address", cls.model_fields["address"].default)
+        known = entry.get("model") in (AUTO, DEFAULT_MODEL) and isinstance(where, str) and is_openai(where)
+        made_here = entry.get("url") in (None, "auto")
+        if not known or not made_here or {"price_in", "price_out"} & entry.keys():
+            return value
+        return {**entry, "price_in": DEFAULT_PRICES[0], "price_out": DEFAULT_PRICES[1]}
 
     @model_validator(mode="after")
     def _names_a_model(self) -> JudgeEntry:
@@ -84,9 +105,28 @@ class JudgeEntry(RewardEntry):
             raise ValueError(
                 "model: not set; set it to the model's name at the endpoint, or auto for the only one there"
             )
-        if self.budget_dollars is not None and not self.price_in + self.price_out:
+        if self.budget_dollars is not None and self._is_paid and not self.price_in + self.price_out:
             raise ValueError("budget_dollars: given without prices; set price_in and price_out")
         return self
+
+    @property
+    def _is_paid(self) -> bool:
+        """Whether the endpoint is known to be paid; those of others are the user's own, or have prices given."""
+        return self.is_made_here and is_openai(self.address)
+
+    def advice(self, name: str) -> list[str]:
+        told = super().advice(name)
+        if self._is_paid and self.budget_dollars is None:
+            told.append(
+                f"rewards.{name}.address: given {self.address}, a paid judge without a limit of dollars; set "
+                f"rewards.{name}.budget_dollars, or JUDGE_URL of a judge on your machine"
+            )
+        if self.budget_dollars is not None and not self.price_in + self.price_out and not is_local(self.address):
+            told.append(
+                f"rewards.{name}.budget_dollars: given {self.budget_dollars:g} without the prices of {self.address}: "
+                "it never ends; set price_in and price_out, or leave budget_dollars out for a judge that costs nothing"
+            )
+        return told
 
 
 def uncropped(name: str) -> str:
@@ -208,9 +248,10 @@ class JudgeScorer(PackageScorer[Judged]):
 
         with ThreadPoolExecutor(min(self.options.concurrency, len(tasks)), thread_name_prefix="judge") as pool:
             answers = list(pool.map(one, tasks))
+        self.budget.exchange()
         self._name_judge()
         b = self.budget
-        logger.info("judge: %d requests, %d + %d tokens, $%.4f", b.spent_requests, b.spent_in, b.spent_out, b.cost)
+        logger.info("judge: %d requests, %d + %d tokens, $%.4f", *b.spent, b.cost)
         return answers
 
     def _structured(

@@ -109,13 +109,14 @@ class MmmgReward(JudgeEntry):
         return self
 
     def advice(self, name: str) -> list[str]:
+        told = super().advice(name)
         if name != "mmmg" or not self.is_made_here or self.is_published:
-            return []
+            return told
         warning = (
             "rewards.mmmg: this score follows MMMG's idea and not its protocol, and must not be reported as MMMG; name "
             "it mmmg_style: {scorer: mmmg, ...}, or set wording=published with prompts, ged=networkx and readability"
         )
-        return [warning]
+        return [*told, warning]
 
     def make(self) -> MmmgScorer:
         return MmmgScorer(self)

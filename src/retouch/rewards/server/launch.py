@@ -26,6 +26,7 @@ from retouch.rewards.addresses import LOOPBACK, TOKEN_VARIABLE, reward_token
 from retouch.rewards.client.endpoints import read_endpoints, write_endpoints
 from retouch.rewards.devices import CPU, require, serve_argument
 from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.judge_budget import SPENDING_VARIABLE
 from retouch.rewards.server.supervisor import WATCH_S, Instance, Supervisor, backoff_s
 from retouch.signals import ignore_notices
 
@@ -219,10 +220,21 @@ def _not_a_table(options: str, name: str) -> ConfigError:
 
 class LocalServer:
     """A reward server on loopback for the duration of a run (`url: auto`), with one instance per device. It is started
-    again if it ends; its ports stay bound, and clients wait meanwhile."""
+    again if it ends; its ports stay bound, and clients wait meanwhile.
 
-    def __init__(self, scorers: Mapping[str, Mapping[str, Any]], log: Path, devices: Sequence[str] = CPU) -> None:
+    Args:
+        spending: folder in which its judges share with the rest of the run what they spend.
+    """
+
+    def __init__(
+        self,
+        scorers: Mapping[str, Mapping[str, Any]],
+        log: Path,
+        devices: Sequence[str] = CPU,
+        spending: Path | None = None,
+    ) -> None:
         self.log = log
+        self._environment = {**os.environ, **({SPENDING_VARIABLE: str(spending.resolve())} if spending else {})}
         self._folder = tempfile.TemporaryDirectory(prefix="retouch-rewards-")
         self._endpoints = Path(self._folder.name) / "endpoints.json"
         self._listeners = [_listen("127.0.0.1", 0) for _ in devices]
@@ -243,6 +255,7 @@ class LocalServer:
                 stdout=stream,
                 stderr=stream,
                 stdin=subprocess.DEVNULL,
+                env=self._environment,
                 start_new_session=True,
                 pass_fds=[one.fileno() for one in self._listeners],
             )

@@ -18,6 +18,7 @@ from retouch.errors import RetouchError
 from retouch.machine import return_memory_regularly
 from retouch.rewards.protocol import CheckedScorer, Scorer
 from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.judge_budget import share_budgets
 from retouch.rewards.server.frames import (
     HEAD_BYTES,
     NO_BATCH,
@@ -54,6 +55,7 @@ def main() -> None:
         for name, options in start["scorers"].items():
             scorer = options.pop("scorer", name)
             made[name] = make_scorer(scorer, options)
+        share_budgets(made, None)
         channel.send({"specs": _specs(made), "ready": False})
         load_all(made, start["device"])
     except Exception as error:  # the server reports it and does not try again
