@@ -112,7 +112,7 @@ def test_the_line_of_the_guides_is_accepted(typed: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("model", [*FAMILIES, *SHORT_NAMES])
 def test_every_line_is_of_a_file_that_is_there_and_accepted(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every algorithm, data, adapter and reward: only RUN.yaml, where no file fits, is left to the reader."""
-    for name in ("MODEL_PATH", "DATA_PATH", "DATA_JSON_PATH", "IMAGE_ROOT", "EVAL_DATA_PATH"):
+    for name in ("MODEL_PATH", "DATA_PATH", "DATA_JSON_PATH", "IMAGE_ROOT", "EVAL_DATA_PATH", "ADAPTER_PATH"):
         monkeypatch.setenv(name, "somewhere")
     read, tried = cache(read_yaml), set[tuple[str, ...]]()
     for method, data, rewards in itertools.product(("", *flags._SWITCHED), DATA, REWARDS):  # pyright: ignore[reportPrivateUsage]

@@ -152,7 +152,7 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         overrides += ["data.reference_strip=16"]
     overrides += [f"rewards.{name}.url=null" for name in published["rewards"]]
     # finding the lines takes most of a second a picture; tests/rewards has it
-    named = published["rewards"].keys() & {"ocr", "style", "style_by_clip"}
+    named = published["rewards"].keys() & {"ocr", "style"}
     overrides += [f"rewards.{name}.detect=false" for name in sorted(named)]
     if "clip" in published["rewards"]:
         overrides += [f"rewards.clip.path={tiny_clip()}"]

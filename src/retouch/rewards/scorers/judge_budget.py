@@ -1,7 +1,7 @@
 """The budget of a judge, over all processes and starts of a run.
 
-Every process writes its own count into a folder of the run directory and reads those of the others: a count is written
-by one process only, so that no lock is needed, and the file of a process that was killed still counts.
+Every process writes its own count into a folder of the run directory and reads those of the others. No lock is needed,
+because a count is written by one process only; the file of a process that was killed still counts.
 """
 
 from __future__ import annotations
