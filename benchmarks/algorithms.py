@@ -97,7 +97,7 @@ def cell(
     retouch("train", str(file), f"name={name}", f"seed={seed}", f"logging.dir={work}", *options, DATA_PATH=str(data))
     key = {"run": name, "family": family, "algorithm": algorithm, "train": train, "seed": seed, "region": region}
     run = load_run(file, list(changed.values()))
-    images = run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation
+    images = run.optimizer.rows_per_step(1)
     return key | {"inputs": inputs(file)} | measured(work / name, derive(run).forwards_per_image, images)
 
 

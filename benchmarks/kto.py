@@ -124,7 +124,7 @@ def control(family: str, work: Path) -> list[str]:
     kept = [{k: v for k, v in one.items() if k != "label"} for one in entries if one["label"] == "good"]
     good.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     optimizer = kto.optimizer
-    images = optimizer.batch_size_per_device * optimizer.gradient_accumulation
+    images = optimizer.rows_per_step(1)
     shared = [
         f"optimizer.lr={optimizer.lr}",
         f"optimizer.schedule={optimizer.schedule}",
@@ -149,7 +149,7 @@ def trained(family: str, arm: str, seed: int, work: Path, changed: Sequence[str]
     points, counted = evaluations(work / name), json.loads(labels.read_text())
     gain = gains(points["last"], points["base"])
     steps = [r for r in read_metrics(work / name / "metrics.jsonl") if r["kind"] == "train"]
-    images = run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation * len(steps)
+    images = run.optimizer.rows_per_step(1) * len(steps)
     return {
         "run": name, "family": family, "arm": arm, "seed": seed,
         "inputs": inputs(file, overrides=overrides[1:]),

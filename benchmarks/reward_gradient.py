@@ -107,7 +107,7 @@ def row_of(arm: str, seed: int, run: Path, forwards_per_image: float) -> Row:
     """What a run reached, and `points`: the forwards after the warm-up and the NED of every evaluation."""
     found = measured(run, forwards_per_image)
     config, records = load_run(run / "config.yaml"), read_metrics(run / "metrics.jsonl")
-    images = config.optimizer.batch_size_per_device * config.optimizer.gradient_accumulation
+    images = config.optimizer.rows_per_step(1)
     warmup = getattr(config.algorithm, "sft_steps", 0)
     points = {
         round(images * forwards_per_image * (r["step"] - warmup)): round(r["ocr.ned"], 4)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GRPO on FLUX.1-Fill, one GPU, its 64 images a step accumulated. It trains a LoRA; where SIGLIP_PATH or
+# GRPO on FLUX.1-Fill, one GPU. It trains a LoRA; where SIGLIP_PATH or
 # CALLIGRAPHER_PATH is set, a style adapter, as train_ip_grpo.sh does. key=value may follow.
 set -eu
 # shellcheck source=scripts/launch.sh
 . "$(dirname "$0")/launch.sh"
 run_file flux_fill grpo
 [ -z "${SIGLIP_PATH-}${CALLIGRAPHER_PATH-}" ] || adapter_file grpo
-launch retouch train "${run[@]}" optimizer.gradient_accumulation=64 resume=auto "$@"
+launch retouch train "${run[@]}" resume=auto "$@"

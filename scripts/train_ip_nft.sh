@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# DiffusionNFT of a style adapter on FLUX.1-Fill, one GPU, its 64 images a step accumulated. key=value may follow.
+# DiffusionNFT of a style adapter on FLUX.1-Fill, one GPU. key=value may follow.
 #
 #   CALLIGRAPHER_PATH  calligrapher.bin, to go on from it; without it a new adapter, after a supervised warm-up, which is too
 #                      short for it to follow the reference (configs/flux_fill_ip_sft.yaml has what released ones took)
@@ -17,4 +17,4 @@ set -eu
 # shellcheck source=scripts/launch.sh
 . "$(dirname "$0")/launch.sh"
 adapter_file nft
-launch retouch train "${run[@]}" optimizer.gradient_accumulation=64 resume=auto "$@"
+launch retouch train "${run[@]}" resume=auto "$@"

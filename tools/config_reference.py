@@ -85,6 +85,9 @@ A run is one YAML file. These pages list every key; this page has the top level.
   (`model.family`, `model.train.kind`, `data.format`, `algorithm.name`, `scorer`) replaces the inherited section
   completely. Other inherited sections stay, and `check` rejects values that do not fit the new kind. With another
   `model.family`, set `rollout.guidance_scale` again: `check` rejects the inherited value.
+- **One size of a step.** `optimizer.global_batch_size` and `optimizer.gradient_accumulation` (`vlm_grpo`:
+  `algorithm.trl.gradient_accumulation_steps`) replace each other: one in a file or an override removes the inherited
+  other one. Both in one file are an error.
 - **Removal.** `null` removes an inherited reward (`rewards: {{ocr: null}}`) or an optional section (`ema: null`).
 - **Scalars** follow YAML 1.2: `1e-4` is a number, and `no` in `mixed_precision: no` is text, not a boolean.
 

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # GRPO of all weights of FLUX.1-Fill with EMA, four GPUs, sharded by FSDP2.
-# Accumulation makes the optimizer step that of eight GPUs.
 # Data: DATA_JSON_PATH, a list of images, masks and prompts; or DATA_PATH, a self_bench folder or such a list.
 # key=value may follow.
 #
@@ -13,4 +12,4 @@ set -eu
 . "$(dirname "$0")/../launch.sh"
 run_file flux_fill grpo full
 launch accelerate launch --config_file configs/accelerate/gpu8.yaml --num_processes 4 -m retouch train \
-  "${run[@]}" optimizer.gradient_accumulation=16 resume=auto "$@"
+  "${run[@]}" resume=auto "$@"

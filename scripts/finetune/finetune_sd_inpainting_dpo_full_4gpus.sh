@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Online DPO of all weights of SD1.5-inpainting with EMA, four GPUs; accumulation makes the optimizer step that of eight.
+# Online DPO of all weights of SD1.5-inpainting with EMA, four GPUs.
 # Data: DATA_JSON_PATH, a list of images, masks and prompts; or DATA_PATH, a self_bench folder or such a list.
 # key=value may follow.
 set -eu
@@ -7,4 +7,4 @@ set -eu
 . "$(dirname "$0")/../launch.sh"
 run_file sd_inpaint dpo full
 launch accelerate launch --config_file configs/accelerate/gpu8.yaml --num_processes 4 -m retouch train \
-  "${run[@]}" optimizer.gradient_accumulation=2 resume=auto "$@"
+  "${run[@]}" resume=auto "$@"

@@ -18,6 +18,7 @@ from retouch.training.experience import (
     evenly_dealt,
     rows_of_all,
 )
+from retouch.training.step import step_batches
 
 
 class Ranks:
@@ -45,6 +46,13 @@ class OneRank:
         if self.ranks.barrier.wait(10) == 0:
             self.ranks.shapes.append(tuple(value.shape))
         return total
+
+    def gather(self, value: Tensor) -> Tensor:
+        self.ranks.given[self.rank] = value
+        self.ranks.barrier.wait(10)
+        found = torch.cat([self.ranks.given[rank] for rank in range(self.world_size)])
+        self.ranks.barrier.wait(10)
+        return found
 
 
 def rows(live: list[bool], rank: int, world_size: int) -> Experience:
@@ -116,3 +124,41 @@ def test_rows_of_all_ranks_in_any_order() -> None:
     )
     assert [t.flatten().tolist() for t in found] == [[9.0, 0.0, 5.0, 0.0]] * 3
     assert ranks.shapes == [(4, 1)]
+
+
+def steps_of(seeds: list[int], live: list[bool], world_size: int, steps: int) -> list[list[list[int]]]:
+    """Seeds of the rows that count, by step and rank, of rows that lie on the ranks in this order."""
+    ranks, weight = Ranks(world_size), torch.tensor(live).float()
+
+    def on_one(engine: Any) -> Experience:
+        n = len(live) // world_size
+        own = rows(live, engine.rank, world_size)
+        own.seed = torch.tensor(seeds[engine.rank * n : (engine.rank + 1) * n])
+        return evenly_dealt(engine, own, weight, steps)
+
+    each = ranks.on_each(on_one)
+    sizes = [[int((e.step_of == step).sum()) for step in range(steps)] for e in each]
+    assert all(size == sizes[0] for size in sizes)  # every process takes the same forwards
+    batches = [step_batches(len(e.weight), 0, 0, 1, steps, e.step_of) for e in each]
+    return [
+        [e.seed[batch[step]][e.weight[batch[step]] > 0].tolist() for e, batch in zip(each, batches, strict=True)]
+        for step in range(steps)
+    ]
+
+
+@given(steps=st.integers(2, 4), data=st.data())
+def test_a_step_has_the_same_rows_on_any_number_of_processes(steps: int, data: st.DataObject) -> None:
+    """Wherever they lie, and shared evenly: they are those of the order of the seeds."""
+    seeds = data.draw(st.permutations(range(100, 112)))
+    live = data.draw(st.lists(st.booleans(), min_size=12, max_size=12))
+    counted = sorted(seed for seed, is_live in zip(seeds, live, strict=True) if is_live)
+    expected = [part.tolist() for part in torch.tensor(counted).tensor_split(steps)]
+    for world_size in (1, 2, 3, 4):
+        found = steps_of(seeds, live, world_size, steps)
+        assert [sorted(seed for rank in ranks for seed in rank) for ranks in found] == expected
+        assert all(max(map(len, ranks)) == -(-sum(map(len, ranks)) // world_size) for ranks in found)
+
+
+def test_inner_epochs_repeat_shared_steps() -> None:
+    step_of = torch.tensor([1, 0, 1, 0])
+    assert [batch.tolist() for batch in step_batches(4, 0, 0, 2, 4, step_of)] == [[1, 3], [0, 2], [1, 3], [0, 2]]

@@ -90,6 +90,7 @@ ELSE = "or start a new run under another name=..."
         (3, ("algorithm.guard=true",), "lies inside an epoch of algorithm.guard=False, the run file has True; "),
         (3, ("algorithm.region=mask",), "lies inside an epoch of algorithm.region=all, the run file has mask; "),
         (3, ("optimizer.gradient_accumulation=2",), "lies inside an epoch of optimizer steps on 2 rows per device, "),
+        (3, ("optimizer.global_batch_size=2",), "lies inside an epoch of optimizer.global_batch_size=None, the run "),
         (
             3,
             ("training.mixed_precision=bf16",),

@@ -33,7 +33,7 @@ def test_the_runs_are_of_the_run_files_and_bases_in_the_tree() -> None:
         file = kto.config_file(row["family"])
         assert row["inputs"] == inputs.inputs(file)
         run = load_run(file)
-        images = run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation * run.training.max_steps
+        images = run.optimizer.rows_per_step(1) * run.training.max_steps
         assert row["forwards"] == images * derive(run).forwards_per_image
         assert sum(row["labels"].values()) == kto.WORDS and min(row["labels"].values()) > 0
 

@@ -18,6 +18,7 @@ from .leaves import Leaf, attribute_reads, leaves
 READ_AS_A_WHOLE = {
     "VlmGrpoConfig.trl": "option by option, by TRL's own classes",
     "RolloutConfig.noise_level": "by the name that the step rule gives its strength",
+    "OptimizerConfig.gradient_accumulation": "by its section, for the rows of a step (`rows_per_step`)",
     "RunConfig.plugins": "before the run file is validated",
     "RolloutConfig.eta": "by the name that the step rule gives its strength",
 }

@@ -178,7 +178,7 @@ def test_what_an_image_costs(
     derived = derive(run)
     assert derived.forwards_per_image == forwards
     assert (derived.trained_steps, derived.decoder_backwards_per_image) == (rows, decodes)
-    per_step = run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation
+    per_step = run.optimizer.rows_per_step(1)
     assert derived.optimizer_steps_per_epoch == -(-8 * rows // per_step)
 
 

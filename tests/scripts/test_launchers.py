@@ -32,15 +32,14 @@ SCRIPTS = sorted((REPOSITORY / "scripts").rglob("*.sh"))
 
 FOUR = "accelerate launch --config_file configs/accelerate/gpu8.yaml --num_processes 4 -m "
 FINETUNE = {
-    f"finetune/finetune_{script}_4gpus": f"{FOUR}retouch train configs/{run}.yaml {accumulation}resume=auto"
-    for algorithm, flux, sd in (("grpo", 16, 8), ("dpo", 4, 2), ("sft", None, None))
-    for script, run, steps in (
-        (f"flux_fill_{algorithm}", f"flux_fill_{algorithm}_full", flux),
-        (f"flux_fill_{algorithm}_lora", f"flux_fill_{algorithm}", flux),
-        (f"sd_inpainting_{algorithm}", f"sd_inpaint_{algorithm}", sd),
-        (f"sd_inpainting_{algorithm}_full", f"sd_inpaint_{algorithm}_full", sd),
+    f"finetune/finetune_{script}_4gpus": f"{FOUR}retouch train configs/{run}.yaml resume=auto"
+    for algorithm in ("grpo", "dpo", "sft")
+    for script, run in (
+        (f"flux_fill_{algorithm}", f"flux_fill_{algorithm}_full"),
+        (f"flux_fill_{algorithm}_lora", f"flux_fill_{algorithm}"),
+        (f"sd_inpainting_{algorithm}", f"sd_inpaint_{algorithm}"),
+        (f"sd_inpainting_{algorithm}_full", f"sd_inpaint_{algorithm}_full"),
     )
-    for accumulation in (f"optimizer.gradient_accumulation={steps} " if steps else "",)
 }
 FORMER = {
     f"finetune_{name}_4gpus": f"finetune/finetune_{name.replace('_full', '')}_4gpus"
@@ -54,10 +53,10 @@ EXPECTED = {
     **FINETUNE,
     **{former: FINETUNE[name] for former, name in FORMER.items()},
     "run_server": "retouch reward serve ocr --port 8000 --endpoints runs/endpoints.json",
-    "train_grpo": "retouch train configs/flux_fill_grpo.yaml optimizer.gradient_accumulation=64 resume=auto",
-    "train_nft": "retouch train configs/flux_fill_nft.yaml optimizer.gradient_accumulation=64 resume=auto",
-    "train_ip_grpo": "retouch train configs/flux_fill_ip_grpo.yaml optimizer.gradient_accumulation=64 resume=auto",
-    "train_ip_nft": "retouch train configs/flux_fill_ip_nft.yaml optimizer.gradient_accumulation=64 resume=auto",
+    "train_grpo": "retouch train configs/flux_fill_grpo.yaml resume=auto",
+    "train_nft": "retouch train configs/flux_fill_nft.yaml resume=auto",
+    "train_ip_grpo": "retouch train configs/flux_fill_ip_grpo.yaml resume=auto",
+    "train_ip_nft": "retouch train configs/flux_fill_ip_nft.yaml resume=auto",
     **{
         name: (
             f"accelerate launch --config_file configs/accelerate/{engine}.yaml -m retouch train configs/{run}.yaml "
@@ -152,11 +151,11 @@ def test_the_run_file_is_there_and_accepted(name: str, monkeypatch: pytest.Monke
         processes = words[words.index("--num_processes") + 1]
     outcome = retouch("check", *arguments, "--world-size", processes)
     assert outcome.code == 0, outcome.err
-    # fewer devices take the optimizer step that the file describes for eight; SFT's file describes none
-    if "gradient_accumulation" in EXPECTED[name]:
-        here = derive(load_run(arguments[0], arguments[1:]), int(processes))
-        assert here.global_rows_per_step == derive(load_run(arguments[0]), 8).global_rows_per_step
-        assert here.optimizer_steps_per_epoch == derive(load_run(arguments[0]), 8).optimizer_steps_per_epoch
+    # fewer devices take the optimizer steps that the file describes for any number
+    if not load_run(arguments[0]).algorithm.trains_text_encoder:
+        here, eight = (derive(load_run(arguments[0], arguments[1:]), count) for count in (int(processes), 8))
+        assert here.global_rows_per_step == eight.global_rows_per_step
+        assert here.optimizer_steps_per_epoch == eight.optimizer_steps_per_epoch
 
 
 BY_DATA = {
@@ -193,7 +192,7 @@ def test_the_run_file_fits_the_data(name: str, tmp_path: Path, monkeypatch: pyte
     ):
         words = shlex.split(dry_run(name, **variables))
         chosen = words[words.index("train") + 1 : -1]
-        assert [word for word in chosen if "accumulation" not in word] == expected
+        assert chosen == expected
         with monkeypatch.context() as environment:
             environment.chdir(REPOSITORY)
             for variable in ("DATA_PATH", "DATA_JSON_PATH"):
@@ -208,7 +207,7 @@ def test_the_run_file_fits_the_data(name: str, tmp_path: Path, monkeypatch: pyte
 def test_a_list_is_known_by_its_suffix_in_either_case(name: str) -> None:
     """As `data.path` reads it."""
     words = shlex.split(dry_run("train_grpo", DATA_PATH=name))
-    assert words[3:5] == ["data.path=${DATA_PATH}", "optimizer.gradient_accumulation=64"]
+    assert words[3:5] == ["data.path=${DATA_PATH}", "resume=auto"]
     assert words[2] == "configs/flux_fill_manifest_grpo.yaml"
 
 

@@ -275,6 +275,11 @@ class RlConfig(Objective):
         rollout = run.rollout
         return math.ceil(rollout.global_groups_per_batch * rollout.group_size / world_size) * rollout.batches_per_epoch
 
+    def steps_per_pass(self, run: RunConfig, world_size: int) -> int:
+        """Optimizer steps of one pass over the samples of an epoch."""
+        shares = 1 if run.optimizer.global_batch_size else world_size  # else each process counts its own rows
+        return math.ceil(self.rows_per_device(run, shares) / run.optimizer.rows_per_device(shares))
+
     def check(self, run: RunConfig, key: str = "") -> None:
         if self.sft_steps > run.training.max_steps:
             raise ValueError(
@@ -420,9 +425,8 @@ class AdvantageConfig(RlConfig):
                 f"algorithm.late_rewards: given 'next_step', but rewards.{weighted}.gradient_weight needs a scorer "
                 "that is at rest; set late_rewards=wait"
             )
-        rows = run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation
-        if self.rows_per_device(run, 1) <= rows:
+        if self.steps_per_pass(run, 1) == 1:
             raise ValueError(
                 "algorithm.late_rewards: given 'next_step', but an epoch has one optimizer step; lower "
-                "optimizer.gradient_accumulation, or set late_rewards=wait"
+                f"{run.optimizer.step_size_key}, or set late_rewards=wait"
             )

@@ -90,7 +90,7 @@ def check(
     processes = launched if world_size is None else world_size
     derived = numbers(config, processes).as_dict()
     counted = _memory(config, processes, launch) if memory else None
-    advice = warnings_of(config)
+    advice = warnings_of(config, processes)
     if as_json:
         more: dict[str, Any] = {"warnings": advice} if counted is None else {"warnings": advice, "memory": counted}
         if config.rollout.preset is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from retouch.algorithms import ALGORITHMS
 from retouch.algorithms.base import RlConfig, require_gradient
+from retouch.config.advice import advice
 from retouch.config.derived import stochastic_steps, window_starts
 from retouch.config.needs import data_sections
 from retouch.errors import ConfigError
@@ -38,6 +39,7 @@ def check(run: RunConfig) -> None:
         if entry.gradient_weight:
             _gradient_weight(run, f"rewards.{name}", entry)
     _rewards(run)
+    _step_size(run)
     _logging(run)
     run.algorithm.check(run, "algorithm")
     for key, section in data_sections(run).items():
@@ -84,6 +86,15 @@ def _gradient_weight(run: RunConfig, key: str, entry: RewardEntry) -> None:
         )
     without = f"{key}.gradient_weight=0"
     require_gradient(key, entry, f"{key}.gradient_weight", without, without)
+
+
+def _step_size(run: RunConfig) -> None:
+    given = run.optimizer.gradient_accumulation
+    if given is not None and run.optimizer.global_batch_size is not None:
+        raise ValueError(
+            f"optimizer.gradient_accumulation: given {given} beside optimizer.global_batch_size "
+            f"{run.optimizer.global_batch_size}, which already says how many rows a step has; leave one of them out"
+        )
 
 
 def _logging(run: RunConfig) -> None:
@@ -184,10 +195,10 @@ def _sharding(run: RunConfig) -> None:
         )
 
 
-def warnings_of(run: RunConfig) -> list[str]:
+def warnings_of(run: RunConfig, world_size: int = 1) -> list[str]:
     """One line for each warning: the key, the value given, its effect, and the option to set."""
     rewards = (line for name, entry in run.rewards.items() for line in entry.advice(name))
-    return [*run.algorithm.warnings(run), *_advice_on_distilled(run), *rewards]
+    return [*run.algorithm.warnings(run), *_advice_on_distilled(run), *rewards, *advice(run, world_size).values()]
 
 
 def _advice_on_distilled(run: RunConfig) -> Iterator[str]:

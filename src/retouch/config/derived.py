@@ -89,6 +89,13 @@ def sliding_places(run: RunConfig) -> list[int]:
     return sorted({*starts[:: run.rollout.window.stride], starts[-1]})
 
 
+def forward_precision(run: RunConfig) -> str:
+    """Precision that the network computes in: autocast's, or that of its weights, which are fp32 where all train."""
+    if run.training.mixed_precision != "no":
+        return run.training.mixed_precision
+    return "fp32" if run.model.train.kind == "full" else run.model.dtype
+
+
 def snapshots(run: RunConfig) -> frozenset[str]:
     """Snapshots of the trained weights that the run keeps."""
     return run.algorithm.snapshots | frozenset({"ema"} if run.ema else ())
@@ -113,16 +120,17 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         raise ConfigError(f"--world-size: given {world_size}; expected the number of processes, at least 1")
     optimizer, training, algorithm, rollout = run.optimizer, run.training, run.algorithm, run.rollout
     assert isinstance(algorithm, Objective)
-    rows = optimizer.batch_size_per_device * optimizer.gradient_accumulation
     supervised = algorithm.supervised_steps(run)
     groups = batch = per_device = per_epoch = epochs = 0
     if isinstance(algorithm, RlConfig) and algorithm.trains_on_rewards:
         groups = rollout.global_groups_per_batch * rollout.batches_per_epoch
         batch = rollout.global_groups_per_batch * rollout.group_size
         per_device = math.ceil(batch / world_size) * rollout.batches_per_epoch
-        per_epoch = math.ceil(algorithm.rows_per_device(run, world_size) / rows) * algorithm.inner_epochs
+        per_epoch = algorithm.steps_per_pass(run, world_size) * algorithm.inner_epochs
         epochs = math.ceil((training.max_steps - supervised) / per_epoch)
         _require_whole_groups(run, world_size)
+    if supervised or not groups:
+        require_even_share(run, 1, world_size, "the examples of a step")
     images = batch * rollout.batches_per_epoch
     return Derived(
         world_size=world_size,
@@ -132,7 +140,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         global_images_per_epoch=images,
         images_per_epoch_per_device=per_device,
         padded_images_per_epoch=per_device * world_size - images,
-        global_rows_per_step=rows * world_size,
+        global_rows_per_step=optimizer.rows_per_step(world_size),
         optimizer_steps_per_epoch=per_epoch,
         epochs=epochs,
         stochastic_steps=stochastic_steps(run),
@@ -152,6 +160,33 @@ def _require_whole_groups(run: RunConfig, world_size: int) -> None:
             f"rollout.global_groups_per_batch: given {groups} on {world_size} processes, but rewards.{name} compares "
             f"whole groups; set rollout.global_groups_per_batch to a multiple of {world_size}"
         )
+
+
+def require_even_share(run: RunConfig, per_device: int, world_size: int, what: str) -> None:
+    """Refuse a number of processes that cannot take steps of `optimizer.global_batch_size`.
+
+    Args:
+        per_device: rows of which a process takes a multiple.
+        what: they share, for the message.
+
+    Raises:
+        ConfigError: with the numbers nearest to it that can.
+    """
+    rows, unit = run.optimizer.global_batch_size, per_device * world_size
+    if rows is None or rows % unit == 0:
+        return
+    fits = [count for count in range(1, rows // per_device + 1) if rows % (count * per_device) == 0]
+    nearest = [
+        max((n for n in fits if n < world_size), default=None),
+        min((n for n in fits if n > world_size), default=None),
+    ]
+    processes = " or ".join(str(n) for n in nearest if n) or "none"
+    sizes = " or ".join(str(size) for size in (rows // unit * unit, -(-rows // unit) * unit) if size)
+    each = f" in forwards of {per_device}" if per_device > 1 else ""
+    raise ConfigError(
+        f"optimizer.global_batch_size: given {rows} on {world_size} processes, which share {what} evenly{each}; "
+        f"expected a multiple of {unit}; set it to {sizes}, or start {processes} processes"
+    )
 
 
 def moment_bytes(run: RunConfig) -> int:

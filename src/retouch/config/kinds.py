@@ -98,7 +98,7 @@ def _replaced(
     registry, now = ALGORITHMS if tag == "name" else _TAGS[tag], with_variables(section[tag])
     kept = _kept(registry.find(now) if registry else None)
     dropped = _drop_untyped(section, typed, key, kept)
-    left = [".".join((*key, name)) for name in section if name in kept and not _is_set((*key, name), typed)]
+    left = [".".join((*key, name)) for name in section if name in kept and not is_set((*key, name), typed)]
     yield Replaced(".".join((*key, tag)), below.get(tag, key[-1]), now, left, dropped)
 
 
@@ -113,7 +113,7 @@ def _drop_untyped(section: dict[str, Any], typed: Collection[Key], key: Key, kep
     dropped = list[str]()
     for name in list(section):
         path = (*key, name)
-        if name in kept or _is_set(path, typed):
+        if name in kept or is_set(path, typed):
             continue
         if any(one[: len(path)] == path for one in typed):
             dropped += _drop_untyped(section[name], typed, path, ())
@@ -123,7 +123,7 @@ def _drop_untyped(section: dict[str, Any], typed: Collection[Key], key: Key, kep
     return dropped
 
 
-def _is_set(path: Key, typed: Collection[Key]) -> bool:
+def is_set(path: Key, typed: Collection[Key]) -> bool:
     """Whether an override sets a key, or a section that it is in."""
     return any(path[: len(one)] == one for one in typed)
 
@@ -134,7 +134,7 @@ def _drop_unread(run: Mapping[str, Any], algorithm: object, typed: Collection[Ke
     for dotted in sorted(unread):
         name, key = dotted.split(".")
         section = run.get(name)
-        set_here = _is_set((name, key), typed) or any(one[:2] == (name, key) for one in typed)
+        set_here = is_set((name, key), typed) or any(one[:2] == (name, key) for one in typed)
         if isinstance(section, dict) and key in section and not set_here:
             del section[key]
             yield dotted

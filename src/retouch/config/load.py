@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from retouch.config import yaml12
 from retouch.config.base import Section
 from retouch.config.errors import ConfigError, explain, field_annotation, models_of, nearest
-from retouch.config.kinds import changed_tag, is_reward, replace_kinds
+from retouch.config.kinds import changed_tag, is_reward, is_set, replace_kinds
 from retouch.config.presets import section_of
 from retouch.config.run import RunConfig
 from retouch.config.trust import Key, consented, foreign, in_run_directory, named, require_consent
@@ -32,6 +32,14 @@ logger = logging.getLogger(__name__)
 
 THIS_DIR = "${THIS_DIR}"
 """Stands for the folder of the file that holds it."""
+
+_STEP_SIZES: tuple[Key, ...] = (
+    ("optimizer", "global_batch_size"),
+    ("optimizer", "gradient_accumulation"),
+    ("algorithm", "trl", "gradient_accumulation_steps"),
+)
+"""Keys that set the rows of an optimizer step; one that a file or an override sets replaces another of the file below.
+"""
 
 _MAX_EXTENDS = 20
 """Maximum length of a chain of files that extend each other."""
@@ -83,8 +91,9 @@ def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any], *, warns: bool 
     for key, value in changes.items():
         _require_reward(key.split("."), str(value), rewards)
     _check_family(below, above)
-    merged = deepcopy(_overlay(below, above, replaces=False))
-    for section in replace_kinds(below, merged, [path for path, _ in _leaves(above, ())]):
+    merged, typed = deepcopy(_overlay(below, above, replaces=False)), [path for path, _ in _leaves(above, ())]
+    _keep_one_step_size(merged, typed)
+    for section in replace_kinds(below, merged, typed):
         logger.log(logging.WARNING if warns else logging.DEBUG, "%s", section)
     return merged
 
@@ -160,7 +169,9 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
     below = read_yaml(path.parent / base, [*chain, path.resolve()])
     try:
         _check_family(below, own)
-        return _overlay(below, own)
+        merged = _overlay(below, own)
+        _keep_one_step_size(merged, [path for path, _ in _leaves(own, ())])
+        return merged
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -241,6 +252,29 @@ def _overlay(
     return merged
 
 
+def _keep_one_step_size(run: dict[str, Any], typed: Collection[Key]) -> None:
+    """Remove the size of a step that another one replaces, or the two would be given together.
+
+    Args:
+        run: merged from layers; it is changed.
+        typed: keys that the upper layer sets.
+    """
+    set_here = [path for path in _STEP_SIZES if is_set(path, typed) and _value_at(run, path) is not None]
+    if len(set_here) != 1:
+        return
+    for path in _STEP_SIZES:
+        section = _value_at(run, path[:-1])
+        if path != set_here[0] and isinstance(section, dict):
+            section.pop(path[-1], None)
+
+
+def _value_at(run: Mapping[str, Any], path: Key) -> Any:
+    node: Any = run
+    for part in path:
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
 def _require_reward(path: Sequence[str], value: str, rewards: Collection[str]) -> None:
     """Reject an option of a reward that the run does not have: the option would add the reward with its defaults, of
     which some load a network of many gigabytes.
@@ -316,6 +350,7 @@ def parse_run(
     below = deepcopy(merged)
     overridden = [_apply(merged, override) for override in overrides]
     merged = with_new_names(merged)  # of the values that overrides set
+    _keep_one_step_size(merged, overridden)
     if not {"rollout", "rollout.guidance_scale"} & {override.partition("=")[0].strip() for override in overrides}:
         _check_family(below, {"model": merged.get("model")})
     if not trust:

@@ -6,6 +6,7 @@ quantities never share a name; the name of every batch size has `_per_device` or
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from typing import Annotated, ClassVar, Literal, cast
 
@@ -104,6 +105,15 @@ class RolloutConfig(Section):
         return value
 
 
+DEFAULT_ACCUMULATION = 4
+"""`optimizer.gradient_accumulation` if neither it nor `global_batch_size` is given."""
+
+
+def _accumulated(optimizer: dict[str, object]) -> int | None:
+    """The default of `gradient_accumulation` beside the options before it."""
+    return DEFAULT_ACCUMULATION if optimizer.get("global_batch_size") is None else None
+
+
 class OptimizerConfig(Section):
     """AdamW and its batches."""
 
@@ -130,12 +140,18 @@ class OptimizerConfig(Section):
     """Optimizer steps of linear learning-rate warm-up at the start of each phase."""
     batch_size_per_device: Count = 1
     """Rows (images) of one forward and backward."""
-    gradient_accumulation: Count = 4
-    """Micro-batches of one optimizer step."""
+    global_batch_size: Count | None = None
+    """Images of one optimizer step over all processes (DPO: pairs; reward gradients: trained steps of images; vlm_grpo:
+    completions). The file is then the same run on any number of processes: an epoch of rollouts is divided into as many
+    steps as it has batches of this size, with the same images in each. Null takes batch_size_per_device x
+    gradient_accumulation x processes."""
+    gradient_accumulation: Count | None = Field(default_factory=_accumulated)
+    """Micro-batches of one optimizer step on each process, so that more processes take fewer and larger steps; 4 unless
+    global_batch_size is given."""
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     """Action when an optimizer step runs out of device memory. "halve" repeats it, and all later steps, with half the
-    rows per forward: bitwise identical to batch_size_per_device halved and gradient_accumulation doubled. "stop" ends
-    the run; on several processes both do."""
+    rows per forward: bitwise identical to a file with batch_size_per_device halved and a step of as many rows. "stop"
+    ends the run; on several processes both do."""
     state: Literal["fp32", "8bit"] = "fp32"
     """Precision of AdamW's two moments: "8bit" (bitsandbytes, arXiv 2110.02861) takes 2 bytes for a trained weight
     instead of 8; its steps are not exactly the same. For full weights: the moments of a LoRA are small."""
@@ -143,6 +159,20 @@ class OptimizerConfig(Section):
     """Trained denoising steps of a sample in one forward; null is all of them, 1 takes the least memory."""
     max_grad_norm: Positive = 1.0
     """Maximum gradient norm; a larger gradient is scaled down to it."""
+
+    def rows_per_step(self, world_size: int) -> int:
+        """Rows of an optimizer step over all of so many processes at most."""
+        accumulated = self.batch_size_per_device * (self.gradient_accumulation or DEFAULT_ACCUMULATION)
+        return self.global_batch_size or accumulated * world_size
+
+    def rows_per_device(self, world_size: int) -> int:
+        """Those of one process at most."""
+        return math.ceil(self.rows_per_step(world_size) / world_size)
+
+    @property
+    def step_size_key(self) -> str:
+        """The key that sets the rows of a step, for messages."""
+        return f"optimizer.{'global_batch_size' if self.global_batch_size else 'gradient_accumulation'}"
 
 
 class EmaConfig(Section):

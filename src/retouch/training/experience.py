@@ -40,7 +40,7 @@ from retouch.training.rollouts import (
 )
 from retouch.training.scoring import arrived
 from retouch.training.session import Session
-from retouch.training.step import step_batches
+from retouch.training.step import shared_batches, step_batches
 from retouch.types import Scores
 
 POLL_S = 0.02
@@ -62,8 +62,8 @@ class Experience:
         means: [n, S, C, H, W] as recorded while sampling; [0] if not requested.
         reference_means: [n, S, C, H, W] of the reference policy; [0] without a KL.
         gradient: [n, C, H, W] of `pulls`; [0] without a reward of `gradient_weight`.
-        step_of: [n] optimizer step of the epoch, from 0, that trains on the row; [0] if rows are shuffled and dealt to
-            the steps evenly.
+        step_of: [n] optimizer step of the epoch, from 0, that trains on the row; [0] if each process shuffles its own
+            rows and deals them to the steps evenly.
     """
 
     position: Tensor
@@ -131,7 +131,7 @@ def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = N
         sampled = sum(not slot.padding for slot in rollouts.slots)
         own = (rollouts.items, rows.position, rows.latents[:, -1], rows.weight)
         rows.gradient = pulls(session, algorithm, *own, sampled)
-    return evenly_dealt(engine, rows, weight)
+    return evenly_dealt(engine, rows, weight, session.shared_steps)
 
 
 def recorded(rollouts: Rollouts) -> Experience:
@@ -257,7 +257,7 @@ class Arrivals:
 # --- dealing ---
 
 
-def evenly_dealt(engine: Engine, experience: Rows, weight: Tensor) -> Rows:
+def evenly_dealt(engine: Engine, experience: Rows, weight: Tensor, steps: int = 1) -> Rows:
     """The rows worth a forward, the same number on every process; what is missing is filled up with weight 0.
 
     Groups are left out and resampled on whatever process they were: without dealing, the process with the most rows
@@ -266,23 +266,43 @@ def evenly_dealt(engine: Engine, experience: Rows, weight: Tensor) -> Rows:
     Args:
         experience: n rows of this process.
         weight: [N] of all processes' rows.
+        steps: optimizer steps to which `shared_batches` deals the rows, each with the same number on every process; 1
+            leaves them to the session.
     """
-    n = len(experience.weight)
-    hands = deal((weight > 0).tolist(), engine.world_size)
-    mine, most = hands[engine.rank], max(map(len, hands))
-    moved = [row for rank, hand in enumerate(hands) for row in hand if row // n != rank]
-    local = [row - engine.rank * n for row in mine if row // n == engine.rank]
-    guests = [place for place, row in enumerate(moved) if row in mine]
+    n, live = len(experience.weight), weight > 0
+    members = [live]
+    if steps > 1:
+        members = _members(engine.gather(experience.seed).cpu(), live, steps)
+    hands = [deal(member.tolist(), engine.world_size) for member in members]
+    most = [max(map(len, each)) for each in hands]
+    mine = [row for each, size in zip(hands, most, strict=True) for row in _filled(each[engine.rank], size)]
+    moved = [row for each in hands for rank, hand in enumerate(each) for row in hand if row // n != rank]
+    place = {row: row - engine.rank * n for row in mine if row is not None and row // n == engine.rank}
+    place |= {row: n + number for number, row in enumerate(moved) if row // n != engine.rank}
+    index = torch.tensor([0 if row is None else place[row] for row in mine], dtype=torch.int64)
 
     def dealt(t: Tensor) -> Tensor:
-        rows = t[local]
-        if moved and len(t):
-            rows = torch.cat([rows, rows_of_all(engine, t, moved)[guests]])
-        return rows if len(rows) == most else torch.cat([rows, t[:1].expand(most - len(rows), *t.shape[1:])])
+        return (torch.cat([t, rows_of_all(engine, t, moved)]) if moved else t)[index]
 
     result = type(experience)(**{name: dealt(t) if len(t) else t for name, t in vars(experience).items()})
-    result.weight[len(mine) :] = 0
+    result.weight[torch.tensor([row is None for row in mine], dtype=torch.bool)] = 0
+    if steps > 1:
+        sizes = torch.tensor(most, dtype=torch.int64)
+        result.step_of = torch.arange(steps, dtype=torch.int64).repeat_interleave(sizes)
     return result
+
+
+def _members(seeds: Tensor, live: Tensor, steps: int) -> list[Tensor]:
+    """Which of N rows each step trains on."""
+    rows, members = live.nonzero().flatten(), [torch.zeros_like(live) for _ in range(steps)]
+    for member, batch in zip(members, shared_batches(seeds[rows], steps), strict=True):
+        member[rows[batch]] = True
+    return members
+
+
+def _filled(rows: Sequence[int], size: int) -> list[int | None]:
+    """`size` rows, None for those that are missing."""
+    return [*rows, *[None] * (size - len(rows))]
 
 
 def deal(live: Sequence[bool], world_size: int) -> list[list[int]]:

@@ -21,6 +21,7 @@ class EpochRows(Protocol):
     position: Tensor
     seed: Tensor
     weight: Tensor
+    step_of: Tensor
 
 
 Rows = TypeVar("Rows", bound=EpochRows)

@@ -17,6 +17,7 @@ from retouch.complete import COMPLETE, complete_checkpoints, damaged
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
 from retouch.config.base import Section
 from retouch.config.load import with_new_names
+from retouch.config.run import DEFAULT_ACCUMULATION
 from retouch.data.dataset import Dataset
 from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
@@ -222,8 +223,11 @@ def _keys(data: Dataset, positions: Tensor) -> Tensor:
 
 def _same_rows(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """The rows of an epoch are dealt to its steps by their number; how many are in a forward does not matter."""
+    if now["optimizer"]["global_batch_size"]:
+        return  # which has not changed
     rows = [
-        one["optimizer"]["batch_size_per_device"] * one["optimizer"]["gradient_accumulation"] for one in (before, now)
+        one["optimizer"]["batch_size_per_device"] * (one["optimizer"]["gradient_accumulation"] or DEFAULT_ACCUMULATION)
+        for one in (before, now)
     ]
     if rows[0] != rows[1]:
         raise CheckpointError(

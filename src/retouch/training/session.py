@@ -196,7 +196,7 @@ class Session:
 
         Args:
             rows: a dataclass of tensors [n, ...], `weight` [n] among them; kept in checkpoints inside the epoch.
-            step_of: [n] step of each row; None or [0]: see `step_batches`.
+            step_of: [n] step of each row; None or [0] deals them, see `step_batches`.
         """
         later = self.later
 
@@ -205,10 +205,7 @@ class Session:
 
         progress, weight = self.progress, rows.weight
         steps, inner = self.run.derived.optimizer_steps_per_epoch, self.config.algorithm.inner_epochs  # type: ignore[union-attr]
-        if step_of is None or not len(step_of):
-            batches = step_batches(len(weight), self.config.seed, progress.epoch, inner, steps)
-        else:
-            batches = [(step_of == number).nonzero().flatten() for number in range(steps)]
+        batches = step_batches(len(weight), self.config.seed, progress.epoch, inner, steps, step_of)
         for batch in batches[progress.position : None if later is None else progress.position + 1]:
             if progress.step >= self.config.training.max_steps:
                 return
@@ -229,6 +226,13 @@ class Session:
             left = _nothing if ends_epoch else of_later
             self.end_step(step.values, updated=step.updated, left=left, epoch=epoch)
 
+    @property
+    def shared_steps(self) -> int:
+        """Steps of a pass over an epoch to which all processes deal their rows together (`shared_batches`); 1 where
+        each process deals its own."""
+        inner = getattr(self.config.algorithm, "inner_epochs", 1)
+        return self.run.derived.optimizer_steps_per_epoch // inner if self.config.optimizer.global_batch_size else 1
+
     def drop_epoch(self) -> None:
         """Leave out what is left of the epoch under way, whose rewards failed; one that has not begun is sampled
         again."""
@@ -247,7 +251,7 @@ class Session:
             lr: peak learning rate of supervised steps; None for a step of RL.
         """
         optimizer, progress = self.config.optimizer, self.progress
-        rows = torch.arange(optimizer.batch_size_per_device * optimizer.gradient_accumulation, dtype=torch.int64)
+        rows = torch.arange(optimizer.rows_per_device(self.run.engine.world_size), dtype=torch.int64)
         total = torch.tensor(float(len(rows) * self.run.engine.world_size), dtype=torch.float32)
         places = range(self.run.engine.rank * len(rows), (self.run.engine.rank + 1) * len(rows))
         while progress.step < until:
@@ -496,7 +500,7 @@ class Session:
     def _log_header(self, folder: Path | None) -> None:
         run = self.run
         logger.info("%s", header(self.config, run.derived, run.policy.size, folder))
-        for line in warnings_of(self.config) if run.dir.main else ():
+        for line in warnings_of(self.config, run.derived.world_size) if run.dir.main else ():
             logger.warning("%s", line)
         for line in preset_lines(self.config):
             logger.info("%s", line)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from retouch.config.derived import forward_precision
 from retouch.data.sampler import batch_examples, derive_seed
 from retouch.engine import Diverged, OutOfMemory
 from retouch.errors import first_line
@@ -19,7 +20,7 @@ from retouch.observe import Metrics
 from retouch.training.dump import Numbers, StepTaken
 
 if TYPE_CHECKING:
-    from retouch.config.run import OptimizerConfig, RunConfig
+    from retouch.config.run import OptimizerConfig
     from retouch.data.dataset import Dataset
     from retouch.training.session import Session
 
@@ -28,13 +29,6 @@ logger = logging.getLogger(__name__)
 ON_POLICY_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 1e-3}
 """Largest |log ratio| before the first update of an epoch without a warning, by precision of the forward: what rounding
 explains where forwards of sampling and of training have about as many rows."""
-
-
-def forward_precision(config: RunConfig) -> str:
-    """Precision that the network computes in: autocast's, or that of its weights, which are fp32 where all train."""
-    if config.training.mixed_precision != "no":
-        return config.training.mixed_precision
-    return "fp32" if config.model.train.kind == "full" else config.model.dtype
 
 
 class Step:
@@ -235,9 +229,17 @@ def learning_rate(optimizer: OptimizerConfig, base: float, step: int, steps: int
     return base * ramp * decay[optimizer.schedule]
 
 
-def step_batches(rows: int, seed: int, epoch: int, inner_epochs: int, steps: int) -> list[Tensor]:
+def step_batches(
+    rows: int, seed: int, epoch: int, inner_epochs: int, steps: int, step_of: Tensor | None = None
+) -> list[Tensor]:
     """Row indices of each optimizer step of an epoch: every inner epoch is shuffled from (seed, epoch, inner) and dealt
-    evenly into its steps."""
+    evenly into its steps.
+
+    Args:
+        step_of: [rows] step of each row, the same in every inner epoch; None or [0] where they are dealt here.
+    """
+    if step_of is not None and len(step_of):
+        return [(step_of == number % (steps // inner_epochs)).nonzero().flatten() for number in range(steps)]
     batches: list[Tensor] = []
     for inner in range(inner_epochs):
         order = list(range(rows))
@@ -246,11 +248,17 @@ def step_batches(rows: int, seed: int, epoch: int, inner_epochs: int, steps: int
     return batches
 
 
+def shared_batches(seeds: Tensor, steps: int) -> list[Tensor]:
+    """Row indices of each of the steps that all processes take together, from the seeds [N] of all rows: the same rows
+    whichever process has them. Seeds are hashes, so their order is a random one."""
+    return list(seeds.argsort(stable=True).tensor_split(steps))
+
+
 def step_positions(session: Session, size: int, until: int) -> list[list[int]]:
     """Positions, in data of `size` examples, of this process's rows of the next step and, if there is one before step
     `until`, of the step after it."""
     optimizer, engine, begun = session.config.optimizer, session.run.engine, session.progress.step
-    per_rank = optimizer.batch_size_per_device * optimizer.gradient_accumulation
+    per_rank = optimizer.rows_per_device(engine.world_size)
     mine = slice(engine.rank * per_rank, (engine.rank + 1) * per_rank)
     steps = range(begun, min(begun + 2, until))
     return [batch_examples(size, per_rank * engine.world_size, session.config.seed, step)[mine] for step in steps]
@@ -269,11 +277,12 @@ def _fewer(session: Session, problem: str) -> int:
             "optimizer.steps_per_forward=1 (grpo, ppo), or a smaller data.resolution"
         )
     if session.run.engine.world_size > 1 or optimizer.on_out_of_memory == "stop":
-        total = optimizer.batch_size_per_device * optimizer.gradient_accumulation
+        total = optimizer.rows_per_device(session.run.engine.world_size)
         fewer = next(size for size in range(rows // 2, 0, -1) if total % size == 0)
+        also = "" if optimizer.global_batch_size else f" and gradient_accumulation={total // fewer}"
         raise OutOfMemory(
-            f"out of memory with {rows} rows in a forward ({problem}); set optimizer.batch_size_per_device={fewer} "
-            f"and gradient_accumulation={total // fewer}, which gives the same gradients"
+            f"out of memory with {rows} rows in a forward ({problem}); set optimizer.batch_size_per_device={fewer}"
+            f"{also}, which gives the same gradients"
         )
     logger.warning(
         "out of memory with %d rows in a forward (%s): the step begins again with %d, the same gradients up to "

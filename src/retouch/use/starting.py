@@ -242,7 +242,7 @@ def _run_file(run: _Run, out: Path) -> str:
             "optimizer:",
             f"  lr: {'3.0e-4' if tiny or run.trains_on_rewards else '1.0e-4'}    # for {weights}",
             f"  batch_size_per_device: {8 if tiny else 1}    # more if memory allows",
-            f"  gradient_accumulation: {1 if tiny else 8}    # 8 images an optimizer step on each device",
+            f"  global_batch_size: {_step_size(run)}    # images an optimizer step, on all devices together",
             "training:",
             f"  max_steps: {20 if tiny else 2000}",
             f"  checkpoint_every: {10 if tiny else 200}",
@@ -257,6 +257,11 @@ def _run_file(run: _Run, out: Path) -> str:
             "",
         ]
     )
+
+
+def _step_size(run: _Run) -> int:
+    """Images of an optimizer step: two steps or fewer of the samples of an epoch."""
+    return 32 if run.trains_on_rewards and not run.tiny else 8
 
 
 def _from_run_file(path: Path, out: Path) -> str:

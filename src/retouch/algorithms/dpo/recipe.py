@@ -14,7 +14,7 @@ The reference is a snapshot of the trained weights: with LoRA, of the adapter al
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from retouch.training.experience import rows_of_all
 from retouch.training.noised import NoisedRows, noised_copies, row_generators
 from retouch.training.rollouts import rewarded_groups
 from retouch.training.session import Session
-from retouch.training.step import Step, step_positions
+from retouch.training.step import Step, shared_batches, step_positions
 from retouch.training.supervised import warm_up
 
 TIE = 1e-6
@@ -45,6 +45,7 @@ class Pairs:
         seed: [P] int64 of its noise.
         win, lose: [P, C, h, w] clean latents.
         weight: [P]: 1, or 0 for padding.
+        step_of: [P] as of `Experience`.
     """
 
     position: Tensor
@@ -52,6 +53,7 @@ class Pairs:
     win: Tensor
     lose: Tensor
     weight: Tensor
+    step_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
 def train(run: Run) -> None:
@@ -67,7 +69,7 @@ def train(run: Run) -> None:
             for _ in session.epochs():
                 refresh_reference(session, algorithm)  # before it samples
                 pairs = session.kept(Pairs) or collect_pairs(session, algorithm)
-                for step in session.steps(pairs):
+                for step in session.steps(pairs, pairs.step_of):
                     train_step(session, algorithm, pairs, step)
         session.finish()
 
@@ -134,11 +136,21 @@ def collect_pairs(session: Session, algorithm: DpoConfig) -> Pairs:
     latents = rows_of_all(engine, final, [*best.tolist(), *worst.tolist()])
     win, lose = latents[: len(best)], latents[len(best) :]
     seeds = engine.gather(torch.tensor(rollouts.seeds, dtype=torch.int64)).cpu()
-    per_rank = -(-len(best) // engine.world_size)
-    mine = torch.arange(engine.rank * per_rank, (engine.rank + 1) * per_rank, dtype=torch.int64)
-    weight = (mine < len(best)).float()
-    mine = mine.clamp(max=max(0, len(best) - 1))  # none where there are no pairs
-    return Pairs(rewards.position[best[mine]], seeds[best[mine]], win[mine], lose[mine], weight)
+    steps = session.shared_steps
+    batches = shared_batches(seeds[best], steps) if steps > 1 else [torch.arange(len(best), dtype=torch.int64)]
+    shares = [own_pairs(batch, engine.rank, engine.world_size) for batch in batches]
+    mine, weight = (torch.cat(parts) for parts in zip(*shares, strict=True))
+    pairs = Pairs(rewards.position[best[mine]], seeds[best[mine]], win[mine], lose[mine], weight)
+    if steps > 1:
+        pairs.step_of = torch.cat([torch.full_like(own, number) for number, (own, _) in enumerate(shares)])
+    return pairs
+
+
+def own_pairs(pairs: Tensor, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """A rank's consecutive share of pairs and its weights, as long on every rank: the last pair again, of weight 0."""
+    each = -(-len(pairs) // world_size)
+    place = torch.arange(rank * each, (rank + 1) * each, dtype=torch.int64)
+    return pairs[place.clamp(max=max(0, len(pairs) - 1))], (place < len(pairs)).float()
 
 
 def best_and_worst(rewards: RewardRows, combine: str) -> tuple[Tensor, Tensor]:

@@ -164,7 +164,8 @@ def record_again(session: Session, algorithm: GrpoConfig, experience: Experience
     run, config = session.run, session.config
     log_probs, means = experience.log_probs.clone(), experience.means.clone()
     steps = run.derived.optimizer_steps_per_epoch // algorithm.inner_epochs
-    batches = step_batches(len(experience.weight), config.seed, session.progress.epoch, 1, steps)
+    dealt = len(experience.weight), config.seed, session.progress.epoch, 1, steps
+    batches = step_batches(*dealt, experience.step_of)
     spans = step_spans(experience.steps, config.optimizer.steps_per_forward)
     with run.clock.part("train_forward"):
         for attempt in attempts(session):

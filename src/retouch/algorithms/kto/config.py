@@ -51,11 +51,12 @@ class KtoConfig(RlConfig):
 
     def warnings(self, run: RunConfig) -> Iterable[str]:
         yield from super().warnings(run)
-        if run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation == 1:
+        if run.optimizer.rows_per_step(1) == 1:
+            key = run.optimizer.step_size_key
             yield (
-                "optimizer.gradient_accumulation: given 1, with one image in an optimizer step of each process; kto "
+                f"{key}: given 1, with one image in an optimizer step of each process; kto "
                 "compares the gain of an image with the mean gain of its step, which on one process is its own: an "
-                "image with a gain trains as hard as one without; set optimizer.gradient_accumulation=8 or more"
+                f"image with a gain trains as hard as one without; set {key}=8 or more"
             )
 
     def check(self, run: RunConfig, key: str = "") -> None:

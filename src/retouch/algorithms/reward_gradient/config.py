@@ -57,13 +57,12 @@ class RewardGradientConfig(RlConfig):
 
     def warnings(self, run: RunConfig) -> Iterable[str]:
         yield from super().warnings(run)
-        rows = run.optimizer.batch_size_per_device * run.optimizer.gradient_accumulation
-        steps = -(-self.rows_per_device(run, 1) // rows)
+        steps, key = self.steps_per_pass(run, 1), run.optimizer.step_size_key
         if steps > 1:
+            where = " on one process" if run.optimizer.global_batch_size is None else ""
             yield (
-                f"optimizer.gradient_accumulation: an epoch has {steps} optimizer steps on one process, but the "
-                "gradients of its rewards are taken once, before the first; raise gradient_accumulation, or lower "
-                "rollout.global_groups_per_batch"
+                f"{key}: an epoch has {steps} optimizer steps{where}, but the gradients of its rewards are taken once, "
+                f"before the first; raise {key.removeprefix('optimizer.')}, or lower rollout.global_groups_per_batch"
             )
 
     def check(self, run: RunConfig, key: str = "") -> None:

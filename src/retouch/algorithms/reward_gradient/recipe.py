@@ -17,7 +17,7 @@ weight 0. Pixels are not clamped, and not rounded to 8 bits as in the logged rew
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
@@ -58,6 +58,7 @@ class TrainedSteps:
         gradient: [n, C, h, w] fp32, -d reward / d latents.
         coefficient: [n] fp32, d x0 / d prediction of the step, times the scale of the epoch's gradients.
         weight: [n]: 1, or 0 for padding and rows whose reward or gradient failed.
+        step_of: [n] as of `Experience`.
     """
 
     position: Tensor
@@ -67,6 +68,7 @@ class TrainedSteps:
     gradient: Tensor
     coefficient: Tensor
     weight: Tensor
+    step_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
 def train(run: Run) -> None:
@@ -77,7 +79,7 @@ def train(run: Run) -> None:
         warm_up(session, algorithm)
         for _ in session.epochs():
             rows = session.kept(TrainedSteps) or collect(session, algorithm)
-            for step in session.steps(rows):
+            for step in session.steps(rows, rows.step_of):
                 train_step(session, algorithm, rows, step)
         session.finish()
 
@@ -175,7 +177,7 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
     if algorithm.gradient_scale == "rms":
         rms, elements = region_rms(run, algorithm, rows.position, rows.gradient, rows.weight)
         rows.coefficient /= divisor(rms, elements)
-    return evenly_dealt(engine, rows, engine.gather(rows.weight).cpu())
+    return evenly_dealt(engine, rows, engine.gather(rows.weight).cpu(), session.shared_steps)
 
 
 def steps_of(algorithm: RewardGradientConfig, num_steps: int, seed: int) -> list[int]:

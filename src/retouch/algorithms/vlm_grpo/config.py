@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 FAMILIES = ("qwen_image", "qwen_image_edit")
 """Families whose text encoder is a vision-language model."""
 
-READ = ("rollout.num_steps", "rollout.guidance_scale", "rollout.batch_size_per_device")
-"""Keys of `rollout` and `optimizer` that image generation reads; the others belong to training of a diffusion model."""
+READ = (
+    *("rollout.num_steps", "rollout.guidance_scale", "rollout.batch_size_per_device"),
+    "optimizer.global_batch_size",
+)
+"""Keys of `rollout` and `optimizer` that image generation and the size of a step read; the others belong to training of
+a diffusion model."""
 
 _TRL_HAS_IT = (
     "only training of a diffusion model reads it; set TRL's options under algorithm.trl (learning_rate, "
@@ -142,6 +146,20 @@ class VlmGrpoConfig(AlgorithmSection):
         """One of TRL's counts, with its default filled in."""
         return self.trl.get(name) or trl_options.DEFAULTS[name]
 
+    def accumulation(self, run: RunConfig, world_size: int) -> int:
+        """TRL's gradient_accumulation_steps on so many processes.
+
+        Raises:
+            ConfigError: they cannot take steps of optimizer.global_batch_size.
+        """
+        from retouch.config.derived import require_even_share
+
+        rows, per_device = run.optimizer.global_batch_size, self.count("per_device_train_batch_size")
+        if rows is None or self.trl.get("gradient_accumulation_steps"):  # the latter where nothing is trained
+            return self.count("gradient_accumulation_steps")
+        require_even_share(run, per_device, world_size, "the completions of a step")
+        return rows // (per_device * world_size)
+
     def derive(self, run: RunConfig, world_size: int = 1) -> VlmDerived:
         """Compute the numbers of a run.
 
@@ -151,8 +169,8 @@ class VlmGrpoConfig(AlgorithmSection):
         if world_size < 1:
             raise ConfigError(f"--world-size: given {world_size}; it is the number of processes, at least 1")
         per_pass = self.count("per_device_train_batch_size") * world_size
-        accumulation, group = self.count("gradient_accumulation_steps"), self.count("num_generations")
-        generated = self._generation_batch(per_pass)
+        accumulation, group = self.accumulation(run, world_size), self.count("num_generations")
+        generated = self._generation_batch(per_pass, accumulation)
         if generated % group:
             raise ConfigError(
                 f"algorithm.trl.num_generations: given {group}, but {generated} completions are generated at once "
@@ -200,6 +218,7 @@ class VlmGrpoConfig(AlgorithmSection):
                 "algorithm.trl: given generation_batch_size and steps_per_generation, each of which follows from the "
                 "other; set one"
             )
+        self._check_step_size(run)
         if self.count("num_generations") < 2:
             raise ValueError(
                 "algorithm.trl.num_generations: given 1, but completions of one prompt are compared with each other; "
@@ -248,6 +267,19 @@ class VlmGrpoConfig(AlgorithmSection):
                 "model.path already)"
             )
 
+    def _check_step_size(self, run: RunConfig) -> None:
+        """Reject options of TRL that count on each process, beside optimizer.global_batch_size."""
+        rows = run.optimizer.global_batch_size
+        for name, remedy in (
+            ("gradient_accumulation_steps", "leave one of them out"),
+            ("steps_per_generation", "set algorithm.trl.generation_batch_size, which counts all, or leave it out"),
+        ):
+            if rows is not None and (given := self.trl.get(name)):
+                raise ValueError(
+                    f"algorithm.trl.{name}: given {given}, which counts on each process, beside "
+                    f"optimizer.global_batch_size {rows}, which counts on all; {remedy}"
+                )
+
     def _check_unused(self, run: RunConfig) -> None:
         """Reject keys that only training of the diffusion model reads, unless they have their default."""
         keys = dict(UNUSED)
@@ -261,14 +293,15 @@ class VlmGrpoConfig(AlgorithmSection):
                 section = getattr(section, part, None)
             field = None if section is None else type(section).model_fields.get(name)
             value = getattr(section, name, None)
-            if field is not None and value != field.get_default(call_default_factory=True):
+            beside: dict[str, Any] = dict(section) if section is not None else {}
+            if field is not None and value != field.get_default(call_default_factory=True, validated_data=beside):
                 shown = str(value).lower() if isinstance(value, bool) else repr(value)
                 given = f" {shown}" if isinstance(value, str | int | float) else ""
                 raise ValueError(f"{dotted}: given{given}, but {why}")
         if run.evaluation.weights == "ema":
             raise ValueError("evaluation.weights: given 'ema', but vlm_grpo keeps no EMA weights; set raw")
 
-    def _generation_batch(self, per_pass: int) -> int:
+    def _generation_batch(self, per_pass: int, accumulation: int) -> int:
         """Number of completions generated at once over all processes.
 
         Raises:
@@ -276,7 +309,7 @@ class VlmGrpoConfig(AlgorithmSection):
         """
         given = self.trl.get("generation_batch_size")
         if given is None:
-            return per_pass * (self.trl.get("steps_per_generation") or self.count("gradient_accumulation_steps"))
+            return per_pass * (self.trl.get("steps_per_generation") or accumulation)
         if given % per_pass:
             raise ConfigError(
                 f"algorithm.trl.generation_batch_size: given {given}; set a multiple of {per_pass} "

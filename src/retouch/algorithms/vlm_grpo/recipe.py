@@ -102,7 +102,7 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
     missing = ("eval", step) not in [(record["kind"], record["step"]) for record in read_metrics(metrics)]
     trainer.owes_evaluation = trainer.any_rank(run.dir.main and due and missing)
     logger.info("%s", header(config, run.derived, trainer.trained_parameters(), folder))
-    for line in warnings_of(config) if run.dir.main else ():
+    for line in warnings_of(config, run.derived.world_size) if run.dir.main else ():
         logger.warning("%s", line)
     with trainer.stops.handling_signals(), run.dir.bar(run.clock, lambda: "rl", step):
         try:

@@ -68,6 +68,7 @@ def trl_arguments(config: RunConfig) -> GRPOConfig:
         "disable_tqdm": True,
         "ddp_timeout": int(config.reward_client.collective_s),
         **given,
+        "gradient_accumulation_steps": algorithm.accumulation(config, int(os.environ.get("WORLD_SIZE", "1"))),
         "chat_template_kwargs": {**template_options(task), **(given.get("chat_template_kwargs") or {})},
         "output_dir": str(Path(config.logging.dir).expanduser() / config.name),
         "seed": config.seed,

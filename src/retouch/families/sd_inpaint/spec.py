@@ -37,6 +37,7 @@ class SdInpaintModel(ModelSection):
             }
         },
         hub_ids=("stable-diffusion-v1-5/stable-diffusion-inpainting",),
+        writes_words=False,
         doubles_for_guidance=True,
         adapter=AdapterFacts(
             network="UNet2DConditionModel",

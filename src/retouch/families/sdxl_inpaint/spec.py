@@ -48,6 +48,7 @@ class SdxlInpaintModel(ModelSection):
             }
         },
         hub_ids=("diffusers/stable-diffusion-xl-1.0-inpainting-0.1",),
+        writes_words=False,
         doubles_for_guidance=True,
     )
 
