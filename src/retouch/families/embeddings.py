@@ -45,7 +45,7 @@ _MAKE_AGAIN = (
     "run `retouch data precompute` again: the data changed since, or has colour profiles, which earlier versions did "
     "not convert to sRGB"
 )
-"""The remedy for an image that a cache lacks, whose keys are pixels as they are read."""
+"""The remedy for an image that is not in a cache, whose keys are pixels as they are read."""
 
 SAMPLE = 1 << 20
 """Bytes read at the start, in the middle and at the end of a file of weights: ten gigabytes are not read through."""

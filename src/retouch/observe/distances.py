@@ -63,8 +63,8 @@ def interval(
     """95 % interval of a distance as [low, high]: the spread of bootstrap samples around their mean, laid around the
     value; None of fewer than two examples. Their own level is not used: repeated images raise all three distances.
 
-    The images of an example, those of `b` among them, are not independent and are drawn together; images of `b` of
-    other examples are drawn by themselves.
+    The images of an example, those of `b` among them, are not independent and are sampled together; images of `b` of
+    other examples are sampled apart.
 
     Args:
         examples_a, examples_b: of each image; None: each is of an example of its own.
