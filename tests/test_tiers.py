@@ -58,15 +58,53 @@ def test_an_expensive_test_is_listed_by_its_name_or_its_cases() -> None:
     assert not record.leaves_out("t.py::a[2]") and not record.leaves_out("t.py::a")
 
 
-def test_the_cheapest_tests_of_mutants_stay() -> None:
-    seconds = {"t.py::a": 0.05, "t.py::b[1]": 0.9, "t.py::b[2]": 0.5, "t.py::c": 0.8, "t.py::d": 9.0}
-    named = [("t.py::a", "t.py::c"), ("t.py::b", "t.py::c"), *[("t.py::a",)] * 7, ("t.py::d",)]
+def test_the_cheapest_tests_of_mutants_stay(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("".join(f"def test_{name}(): pass\n" for name in "abcd"))
+    seconds = {"t.py::test_a": 0.05, "t.py::test_b[1]": 0.9, "t.py::test_b[2]": 0.5, "t.py::test_c": 0.8}
+    a, b, c, d = (f"t.py::test_{name}" for name in "abcd")
+    seconds[d] = 9.0
+    named = [(a, c), (b, c), *[(a,)] * 7, (d,)]
     mutants = [Mutant(str(number), "x", "y", tests) for number, tests in enumerate(named)]
     found = guards(seconds, mutants[:-1])
-    assert found == {"t.py::b[2]": 0.5}
+    assert found == {"t.py::test_b[2]": 0.5}
     record = tiers.Record(listed(seconds), found)
-    assert [record.leaves_out(test) for test in ("t.py::b[1]", "t.py::b[2]", "t.py::b", "t.py::c")] == [1, 0, 0, 1]
-    assert [in_fast_tier(mutant, record) for mutant in mutants] == [True] * 9 + [False]
+    assert [record.leaves_out(test) for test in (f"{b}[1]", f"{b}[2]", b, c)] == [1, 0, 0, 1]
+    assert [in_fast_tier(mutant, record, tmp_path) for mutant in mutants] == [True] * 9 + [False]
+
+
+MARKED = """
+slow = pytest.mark.slow
+
+def test_plain(): pass
+
+@pytest.mark.full
+def test_full(): pass
+
+@slow
+@pytest.mark.parametrize(
+    "case", [1, 2]
+)
+def test_slow(case): pass
+
+@pytest.mark.parametrize("case", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_some_cases(case): pass
+"""
+
+
+def test_a_marked_test_is_not_in_make_test(tmp_path: Path) -> None:
+    """Whatever it costs: the list of expensive tests does not name tests that `make test-ci` does not run."""
+    (tmp_path / "some.py").write_text(MARKED)
+    (tmp_path / "all.py").write_text(f"pytestmark = pytest.mark.full\n{MARKED}")
+    record = tiers.Record({}, {})
+    names = ("test_plain", "test_full", "test_slow", "test_some_cases[1]", "test_missing")
+    fast = {
+        (file, name): in_fast_tier(Mutant("m", "x", "y", (f"{file}.py::{name}",)), record, tmp_path)
+        for file in ("some", "all")
+        for name in names
+    }
+    assert [test for test, runs in fast.items() if runs] == [("some", "test_plain"), ("some", "test_some_cases[1]")]
+    both = Mutant("m", "x", "y", ("some.py::test_full", "some.py::test_plain"))
+    assert in_fast_tier(both, record, tmp_path)
 
 
 SLEEPER = """

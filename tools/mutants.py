@@ -183,9 +183,24 @@ def chosen(names: Sequence[str], mutants: Sequence[Mutant]) -> list[Mutant]:
     return [mutant for mutant in mutants if not names or mutant.name in names]
 
 
-def in_fast_tier(mutant: Mutant, record: Record) -> bool:
+@cache
+def unmarked(file: Path) -> frozenset[str]:
+    """Those of `functions` that no marker of their own, or of their file, leaves out of `make test`."""
+    found, marked = set[str](), False
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        if re.match(r"pytestmark = pytest\.mark\.(full|slow|gpu)\b", line):
+            return frozenset()
+        marked = marked or re.match(r"@(pytest\.mark\.)?(full|slow|gpu)\b", line) is not None
+        if definition := re.match(r"def (\w+)", line):
+            found |= set() if marked else {definition[1]}
+            marked = False
+    return frozenset(found)
+
+
+def in_fast_tier(mutant: Mutant, record: Record, root: Path = ROOT) -> bool:
     """Whether `make test` runs a test of the mutant, or some of its cases."""
-    return any(not record.leaves_out(test) for test in mutant.tests)
+    files = {test: test.partition("[")[0].partition("::") for test in mutant.tests}
+    return any(not record.leaves_out(test) and name in unmarked(root / file) for test, (file, _, name) in files.items())
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from retouch.errors import FontsMissing
 from retouch.imaging import Box, mask_box
+from retouch.lines import folded
 
 FONTS = {
     "HankenGroteskBold": "font_hanken_grotesk",
@@ -86,38 +87,42 @@ def glyph_correlation(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: s
     """Highest normalised correlation, in [-1, 1], of the ink inside the mask with a rendering of `text` in one of
     `FONTS` that has all of its letters, tight or evenly spaced, both cropped to their ink and scaled to one canvas.
 
-    A text with line breaks is rendered in its lines and in one. 0 if the mask holds no ink or the text is blank; None
-    if no font has all letters: it would be compared with boxes. Independent of colour, place and size.
+    A text is rendered as it is typed and as the scorers compare it (`lines.folded`), one with line breaks in its lines
+    and in one. 0 if the mask holds no ink or the text is blank; None if no font has all letters: it would be compared
+    with boxes. Independent of colour, place and size.
     """
     layouts = _layouts(text)
     if not layouts:
         return 0.0
-    names = [name for name in FONTS if has_letters(name, text)]
-    if not names:
+    shown = [(lines, name) for lines in layouts for name in FONTS if has_letters(name, "".join(lines))]
+    if not shown:
         return None
     left, top, right, bottom = mask_box(mask)
     ink = ink_of(image[top:bottom, left:right])
     if ink is None:
         return 0.0
-    renderings = ((lines, name, spaced) for lines in layouts for name in names for spaced in (False, True))
-    return max(_correlation(ink, rendered_ink(*rendering)) for rendering in renderings)
+    return max(_correlation(ink, rendered_ink(*one, spaced)) for one in shown for spaced in (False, True))
 
 
 def _layouts(text: str) -> list[tuple[str, ...]]:
-    """The lines of a text, and with several the one line of them; none of a blank text. A font has no glyph for tabs
-    and other white space than the space, and none is needed for marks without ink."""
-    written = ("".join(" " if c.isspace() else c for c in _with_ink(line)) for line in text.splitlines())
-    lines = [line for line in written if line.strip()]
-    if len(lines) < 2:
-        return [tuple(lines)] if lines else []
-    stripped = [line.strip() for line in lines]
-    return [tuple(stripped), (" ".join(stripped),)]
+    """The lines of a text and, with several, the one line of them, each as typed and as compared; none of a blank
+    text."""
+    found = dict[tuple[str, ...], None]()
+    for written in (_with_ink, folded):
+        lines = [line for line in map(written, text.splitlines()) if line.strip()]
+        if len(lines) > 1:
+            lines = [line.strip() for line in lines]
+        if lines:
+            found |= {tuple(lines): None, (" ".join(lines),): None}
+    return list(found)
 
 
 def _with_ink(text: str) -> str:
-    """A text in composed characters (NFC), without control and format characters, which have no ink."""
+    """A text in composed characters (NFC), without control and format characters, which have no ink, and with spaces
+    for other white space, of which a font has no glyph."""
     composed = unicodedata.normalize("NFC", text)
-    return "".join(c for c in composed if c.isspace() or unicodedata.category(c) not in ("Cc", "Cf"))
+    shown = (" " if c.isspace() else c for c in composed if c.isspace() or unicodedata.category(c) not in ("Cc", "Cf"))
+    return "".join(shown)
 
 
 @lru_cache(maxsize=4096)

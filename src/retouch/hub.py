@@ -78,13 +78,17 @@ def read_variant(read: Callable[..., Loaded], path: str, subfolder: str | None, 
         return read()  # a part of a hub id without such files
 
 
-def variant_hint(path: str, subfolder: str | None) -> str:
-    """The remedy where a local folder has the weights of a variant alone; "" elsewhere."""
+def variant_hint(path: str, subfolder: str | None, key: str = "model.weights_variant") -> str:
+    """The remedy where a local folder has the weights of a variant alone; "" elsewhere.
+
+    Args:
+        key: the option that names the variant.
+    """
     names = [file.name for file in (Path(path) / (subfolder or "")).glob("*.safetensors")]
     found = [re.fullmatch(r"\w+\.(\w+)(-\d+-of-\d+)?\.safetensors", name) for name in names]
     if not names or not all(found) or found[0] is None:
         return ""
-    return f"; its weights are of a variant: set model.weights_variant={found[0][1]}"
+    return f"; its weights are of a variant: set {key}={found[0][1]}"
 
 
 @dataclass

@@ -101,13 +101,13 @@ class ImageEncoder:
 
         Args:
             where: the option that named it, for messages.
-            variant: of its weight files, `model.weights_variant`.
+            variant: of its weight files: `weights_variant` of the section of `where`.
             resident: see the class.
 
         Raises:
             ConfigError: missing files or weights, or a model of another kind.
         """
-        path = str(TINY) if path == "tiny" else path
+        path, key = str(TINY) if path == "tiny" else path, f"{where.rpartition('train.')[0]}weights_variant"
         require_hub(where, path)
         where = f"{where}: given {path!r}"
         path = str(expanded(path)) if path.startswith("~") else path  # libraries do not expand it
@@ -123,7 +123,7 @@ class ImageEncoder:
         except Exception as error:
             if (problem := why_unreadable(error)) is None:
                 raise
-            raise ConfigError(f"{where}, which cannot be loaded: {problem}{variant_hint(path, None)}") from None
+            raise ConfigError(f"{where}, which cannot be loaded: {problem}{variant_hint(path, None, key)}") from None
         if info["missing_keys"]:  # transformers initializes them at random without an error
             raise ConfigError(f"{where}: {len(info['missing_keys'])} weights are missing; copy it anew")
         return cls(model, output, mean, std, resident=resident)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import unicodedata
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -531,12 +530,6 @@ def resize(image: Image.Image, scaled: tuple[int, int], box: Box) -> Image.Image
     if image.size == scaled:
         return image.crop(box)
     return image.resize(scaled, Image.Resampling.LANCZOS).crop(box)
-
-
-def normalize_text(text: str, *, case_sensitive: bool = True) -> str:
-    """NFKC with single spaces between words; case folded on request."""
-    folded = " ".join(unicodedata.normalize("NFKC", text).split())
-    return folded if case_sensitive else folded.casefold()
 
 
 def edit_distance(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:

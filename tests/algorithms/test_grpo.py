@@ -221,6 +221,21 @@ def test_steps_per_forward_changes_memory_not_gradients(config: Config, spans: i
         torch.testing.assert_close(apart_weights[name], t, atol=2e-5, rtol=0)
 
 
+def test_metrics_count_a_span_by_its_steps(config: Config) -> None:
+    """Of three trained steps in forwards of two, the last counted as much as the two others together."""
+    shape: dict[str, Any] = {
+        "rollout__window": {"size": 3, "range": [0, 1]}, "algorithm__inner_epochs": 2, "algorithm__kl_weight": 0.1,
+        "optimizer__lr": 1e-3, "training__max_steps": 2,
+    }  # fmt: skip
+    told = []
+    for name, size in (("a", None), ("b", 2)):
+        _, records = train(config(name=name, **shape, optimizer__steps_per_forward=size))
+        told.append(of_kind(records, "train")[1])
+    assert told[0]["kl"] > 0 and told[0]["ratio"] != 1
+    for name in ("kl", "ratio", "clip_fraction", "approx_kl", "max_abs_log_ratio"):
+        assert told[1][name] == pytest.approx(told[0][name], rel=1e-3, abs=1e-9), name
+
+
 def test_spans() -> None:
     assert step_spans(5, None) == [range(5)]
     assert step_spans(5, 2) == [range(2), range(2, 4), range(4, 5)]

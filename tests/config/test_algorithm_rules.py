@@ -154,11 +154,16 @@ OFFLINE = (PAIRS, "rewards={}")
                 (f"algorithm={{name: {algorithm}, skip_zero_std_groups: true}}",),
                 (
                     "algorithm.skip_zero_std_groups: given true, but algorithm.baseline=batch compares with the whole "
-                    "batch, where a group with zero reward variance counts as well; leave it out, or set "
+                    f"batch, where a group with zero reward variance counts as well{stays}; leave it out, or set "
                     "baseline=group"
                 ),
             )
-            for algorithm in ("ppo", "grpo, baseline: batch", "nft, baseline: batch")
+            for algorithm, stays in (
+                ("ppo", ""),
+                ("nft, baseline: batch, scale: none", ""),
+                ("grpo, baseline: batch", " in the mean, though with algorithm.scale=group its advantages are 0"),
+                ("nft, baseline: batch", " in the mean, though with algorithm.scale=group its advantages are 0"),
+            )
         ),
         # log-probabilities
         (
@@ -546,6 +551,51 @@ def test_captions_that_no_algorithm_drops_are_a_warning(name: str, run_with: Run
         return [line for line in warnings_of(run) if line.startswith("algorithm.caption_dropout: given 0.1")]
 
     assert len(warned(0)) == 1 and warned(5) == []
+
+
+REGION = "algorithm.region=mask"
+WARM = "warmup_data={format: self_bench, path: warm, resolution: 64}"
+
+
+def test_a_warm_up_that_is_turned_off_is_no_warning(run_with: RunWith) -> None:
+    """A run file without the key has forgotten it; one with 0 keeps its data for another time."""
+    lines = warnings_of(run_with("algorithm={name: nft, sft_steps: 0}", WARM, "optimizer.sft_lr=1e-5"))
+    assert not [line for line in lines if line.startswith(("warmup_data", "optimizer.sft_lr"))]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "read"),
+    [
+        ((SFT, "rewards={}", "optimizer.sft_lr=1e-5"), "optimizer.sft_lr", "algorithm={name: grpo, sft_steps: 5}"),
+        ((SFT, "rewards={}", "rollout.window={size: 1}"), "rollout.window", "algorithm.name=grpo"),
+        ((SFT, "rewards={}", "rollout.shared_noise=true"), "rollout.shared_noise", "algorithm.name=grpo"),
+        ((SFT, "rewards={}", "rollout.solver=dpm2"), "rollout.solver", "algorithm.name=nft"),
+        ((SFT, "rewards={}", "optimizer.steps_per_forward=1"), "optimizer.steps_per_forward", "algorithm.name=grpo"),
+        ((SFT, "rewards={}", "logging.rollout_images_every=5"), "logging.rollout_images_every", "algorithm.name=nft"),
+        ((NFT, "optimizer.sft_lr=1e-5"), "optimizer.sft_lr", "algorithm={name: nft, sft_steps: 5}"),
+        ((NFT, WARM), "warmup_data", "algorithm={name: nft, sft_steps: 5}"),
+        (
+            ("model={family: sd3, path: tiny}", NFT, "data={format: prompts, path: p.txt, resolution: 64}", REGION),
+            "algorithm.region",
+            "data={format: manifest, path: m.json, resolution: 64}",
+        ),
+        ((NFT, "reward_client.on_drift=stop"), "reward_client.on_drift", "reward_client.probe_every=2"),
+        ((NFT, "reward_client.probe_tolerance=0.1"), "reward_client.probe_tolerance", "reward_client.probe_every=2"),
+    ],
+)
+def test_an_option_that_nothing_reads_is_a_warning(
+    overrides: tuple[str, ...], key: str, read: str, run_with: RunWith
+) -> None:
+    """They are accepted, as a run file with another algorithm in it has them; what they would do does not happen."""
+
+    def warned(*more: str) -> list[str]:
+        return [line for line in warnings_of(run_with(*overrides, *more)) if line.startswith(f"{key}: given")]
+
+    [line] = warned()
+    assert ", but " in line and ("leave it out" in line or "; set that" in line)
+    rewards = "rewards={seam: {}}"
+    window = ("rollout.window={size: 1, range: [0, 1]}",) if "shared_noise" in key or "solver" in key else ()
+    assert warned(rewards, read, *(window if "grpo" in read else ())) == []
 
 
 def test_labelled_images_that_are_compared_with_themselves_are_a_warning(run_with: RunWith) -> None:

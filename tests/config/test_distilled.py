@@ -74,6 +74,14 @@ def test_stochastic_steps_need_deterministic_ones(
     run_with(BASE, *rollout)
 
 
+def test_a_run_without_the_key_has_the_guidance_of_its_model(run_with: Run) -> None:
+    """The records of a benchmark had that of the family, with which the images were not sampled."""
+    nft = "algorithm={name: nft}"
+    assert run_with(TURBO, nft).guidance_scale == run_with(KLEIN, nft).guidance_scale == 1.0
+    assert run_with(BASE).guidance_scale == run_with(BASE).model.spec.guidance_scale > 1
+    assert run_with(BASE, "rollout.guidance_scale=2.5").guidance_scale == 2.5
+
+
 def test_the_published_windows_are_taken(run_with: Run) -> None:
     run_with(KLEIN, *PUBLISHED)
     run_with(TURBO, "rollout.num_steps=6", "rollout.window={size: 1, range: [0.17, 0.67]}")

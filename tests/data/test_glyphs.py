@@ -21,6 +21,7 @@ from retouch.glyphs import (
     write_spaced,
 )
 from retouch.imaging import Box
+from retouch.lines import folded
 from retouch.tiny.signs import (
     draw_sign,
     draw_words,
@@ -247,3 +248,22 @@ def test_a_line_without_ink_is_no_line(text: str) -> None:
     """It was rendered across its width, divided by its zero letters."""
     shown = glyph_correlation(written("SALE", next(iter(FONTS))), hole(), text)
     assert shown == (glyph_correlation(written("SALE", next(iter(FONTS))), hole(), "SALE") if "SALE" in text else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("shown", "asked"),
+    [("CAFE 12", "ＣＡＦＥ　１２"), ("WAIT...", "WAIT…"), ("9-17", "9‑17"), ("office", "oﬃce"), ("L'OR", "L´OR")],
+)
+def test_a_text_is_rendered_as_the_scorers_compare_it(shown: str, asked: str) -> None:
+    """One rule for readings and ink (`retouch.lines.folded`): what scores 1 as read is no other text, or none, here."""
+    assert folded(asked) == folded(shown)
+    picture = written(shown, "CaladeaBold")
+    value = glyph_correlation(picture, hole(), asked)
+    assert value is not None and value >= glyph_correlation(picture, hole(), shown) > 0.85
+
+
+def test_a_typographic_text_is_rendered_as_it_is_typed_too() -> None:
+    page = Image.new("RGB", (128, 48), GROUND)
+    ImageDraw.Draw(page).text((64, 24), "“I—O”", font=font("CaladeaBold", 24), fill=INK, anchor="mm")
+    typed, plain = (glyph_correlation(np.asarray(page), hole(), text) for text in ("“I—O”", '"I-O"'))
+    assert typed is not None and plain is not None and typed > 0.9 > plain

@@ -17,7 +17,6 @@ from retouch.imaging import (
     MaskCrop,
     edit_distance,
     fit_size,
-    normalize_text,
     open_image,
     packed,
     paste_back,
@@ -28,6 +27,7 @@ from retouch.imaging import (
 from retouch.imaging import (
     box_mask as mask_of_box,
 )
+from retouch.lines import folded
 
 from .conftest import box_mask, picture, pixels
 
@@ -306,10 +306,10 @@ def test_a_common_end_changes_no_distance(a: str, b: str, end: str) -> None:
     ],
 )
 def test_text_is_compared_in_nfkc_with_single_spaces(text: str, normal: str) -> None:
-    assert normalize_text(text) == normal
-    assert normalize_text(normal) == normal
+    assert folded(text) == normal
+    assert folded(normal) == normal
 
 
 def test_case_is_folded_on_request() -> None:
-    assert normalize_text("Straße MOON", case_sensitive=False) == "strasse moon"
-    assert normalize_text("STRASSE moon", case_sensitive=False) == "strasse moon"
+    assert folded("Straße MOON", case_sensitive=False) == "strasse moon"
+    assert folded("STRASSE moon", case_sensitive=False) == "strasse moon"

@@ -112,6 +112,27 @@ def test_a_manifest_keeps_its_entries(bench: Bench) -> None:
     assert {e["prompt"] for e in halves[0]}.isdisjoint(e["prompt"] for e in halves[1])
 
 
+def test_texts_that_scorers_take_for_one_are_on_one_side(bench: Bench) -> None:
+    """Each half else trains on what the other one measures: the same words in typographic marks, or another width."""
+    texts = [(f"DON'T {n}", f"DON’T {n}", f"ＤＯＮ´Ｔ {n}") for n in range(12)]
+    entries = [
+        {"prompt": f"p {row} {n}", "text": text} for n, same in enumerate(texts) for row, text in enumerate(same)
+    ]
+    manifest = bench.folder / "m.json"
+    manifest.write_text(json.dumps(entries), encoding="utf-8")
+    halves = [json.loads(path.read_text(encoding="utf-8")) for path in split(manifest, 0.5, by="text")]
+    sides = [{entry["prompt"].split()[-1] for entry in half} for half in halves]
+    assert sides[0].isdisjoint(sides[1]) and all(sides)
+
+
+def test_items_with_a_blank_text_are_divided_by_their_prompts(bench: Bench) -> None:
+    """A blank text is none, as for scorers; all of them were one text, on one side."""
+    manifest = bench.folder / "m.json"
+    manifest.write_text(json.dumps([{"prompt": f"p {n}", "text": " "} for n in range(12)]), encoding="utf-8")
+    halves = [json.loads(path.read_text(encoding="utf-8")) for path in split(manifest, 0.5, by="text")]
+    assert all(halves) and len(halves[0]) + len(halves[1]) == 12
+
+
 def test_an_imagefolder_keeps_its_rows(bench: Bench) -> None:
     folder_of(bench, 12)
     (bench.folder / "self_bench.txt").unlink()

@@ -13,6 +13,7 @@ from retouch.data.base import DataError
 from retouch.data.dataset import load_dataset
 from retouch.data.formats.calligrapher import SelfBenchData
 from retouch.data.formats.manifest import ManifestData
+from retouch.data.sampler import derive_seed
 from retouch.disk import only_writer
 from retouch.glyphs import glyph_correlation, ink_of
 from retouch.imaging import mask_box
@@ -190,6 +191,16 @@ def test_a_folder_with_targets_loads(tmp_path: Path) -> None:
         assert example.reference.tobytes() == sign.picture.crop(mask_box(sign.mask)).tobytes()
 
 
+@pytest.mark.parametrize("word", ["TEKE", "BAB"])
+def test_the_reference_of_a_single_sign_shows_another_word(word: str, tmp_path: Path) -> None:
+    """Also where the word is the same read from its end: a reference with its letters teaches to copy them."""
+    write_signs(tmp_path / "x", [word], SIZE, 0, styled=True)
+    own = draw_sign(word, SIZE, 0)
+    same = draw_sign(word, SIZE, derive_seed("reference", 0, word), own.face, own.ink)
+    reference = Image.open(tmp_path / "x" / "test0_ref.png")
+    assert reference.tobytes() != same.picture.crop(mask_box(same.mask)).tobytes()
+
+
 def test_a_folder_without_targets_holds_bare_grounds(tmp_path: Path) -> None:
     words = draw_words(3, "train", 0)
     write_signs(tmp_path / "x", words, SIZE, 0, with_targets=False)
@@ -236,8 +247,21 @@ def test_wrong_captions_stand_in_the_list_and_leave_the_pictures(tmp_path: Path)
     assert command(noisy, "--count", 6, "--caption-noise", 0.3)[0] == 0
     before, after = bytes_of(clean), bytes_of(noisy)
     assert before.pop("self_bench.txt") != after.pop("self_bench.txt")
+    assert after.pop("words.txt").decode().split() == draw_words(6, "train", 0)
     assert before == after
-    assert words_of(noisy) == {misheard(word, 0.3, 0) for word in draw_words(6, "train", 0)}
+    captions = {line.partition("-")[2] for line in (noisy / "self_bench.txt").read_text().splitlines()}
+    assert captions == {misheard(word, 0.3, 0) for word in draw_words(6, "train", 0)}
+
+
+@pytest.mark.parametrize("texts", [1, 2])
+def test_words_behind_wrong_captions_are_excluded(texts: int, tmp_path: Path) -> None:
+    """The captions of a folder are not the words that its images show: those were drawn again as new ones."""
+    noisy, other = tmp_path / "noisy", tmp_path / "other"
+    size = ("--size", "64x64", "--texts", texts)
+    assert command(noisy, "--count", 6, "--caption-noise", 0.9, *size)[0] == 0
+    assert command(other, "--count", 6, "--exclude", noisy, *size)[0] == 0
+    words = draw_words(12 * texts, "train", 0)
+    assert words_of(noisy) == set(words[: 6 * texts]) and words_of(other) == set(words[6 * texts :])
 
 
 def test_an_existing_data_set_stays(tmp_path: Path) -> None:
@@ -317,7 +341,9 @@ def test_grounds_without_texts_and_wrong_captions(tmp_path: Path) -> None:
     assert np.asarray(bare).min() > np.asarray(full).min() + 50
     assert words_of(tmp_path / "a") == words_of(tmp_path / "b")
     synthesize(tmp_path / "c", 2, targets=True, caption_noise=1.0, exclude=None, **options)
-    assert not words_of(tmp_path / "c") & words_of(tmp_path / "b")
+    told = load_dataset(ManifestData(path=str(tmp_path / "c" / "manifest.json"), resolution=64))
+    captions = {line.text for e in told for line in parse_lines(e.metadata["lines"])}
+    assert not captions & words_of(tmp_path / "b") and words_of(tmp_path / "c") == words_of(tmp_path / "b")
     synthesize(tmp_path / "d", 2, targets=True, caption_noise=0.0, exclude=tmp_path / "b", **options)
     assert not words_of(tmp_path / "d") & words_of(tmp_path / "b")
 

@@ -21,11 +21,14 @@ from retouch.data.dataset import load_dataset, read_item
 from retouch.errors import RetouchError
 from retouch.families.embeddings import (
     EmbeddingCache,
+    StoredVectors,
     fingerprint,
     identity,
 )
 from retouch.families.flux.embeddings import given_embeddings
+from retouch.families.inputs import image_pixels
 from retouch.families.loading import ModelFilesError, load_model
+from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.image_encoder import TINY
 from retouch.types import Example
 from retouch.use.loaded import for_items
@@ -78,6 +81,26 @@ def test_what_is_looked_up_is_what_would_be_made(family: str, signs: Path, tmp_p
         assert found.tensors.keys() == made.tensors.keys()
         for name, tensor in made.tensors.items():
             assert torch.equal(found.tensors[name], tensor) and found.tensors[name].dtype == tensor.dtype, name
+
+
+def test_an_image_with_a_colour_profile_of_an_earlier_cache_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Keys are pixels as they are read, and those of images with a profile are others since they are read as sRGB: a
+    cache of before has neither their latents nor the vectors of their references."""
+    model = SdInpaintModel(path=str(copied("sd_inpaint", tmp_path / "model")), dtype="fp32")
+    raw, read = (Image.new("RGB", (16, 16), colour) for colour in ((200, 90, 30), (222, 84, 6)))
+    cache = EmbeddingCache(tmp_path / "cache", model, create=True)
+    cache.add_images(image_pixels(raw)[None], torch.zeros(1, 4, 2, 2))
+    cache.add_reference(raw, lambda images: torch.zeros(len(images), 3))
+    why = "the data changed since, or has colour profiles, which earlier versions did not convert to sRGB"
+    found = EmbeddingCache(tmp_path / "cache", model)
+    with caplog.at_level("INFO"):
+        assert found.image(image_pixels(raw)) is not None and not caplog.records
+        assert found.image(image_pixels(read)) is found.image(image_pixels(read)) is None
+    assert len(caplog.records) == 1 and why in caplog.text  # once
+    with pytest.raises(ConfigError, match=f"no vector of a reference of 16 x 16 pixels; .*{why}"):
+        StoredVectors(found, 3)([read])
 
 
 def test_training_without_the_encoders_is_training_with_them(signs: Path, tmp_path: Path) -> None:

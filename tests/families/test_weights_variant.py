@@ -21,6 +21,7 @@ from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.families.tiny import tiny_image_encoder, tiny_pipeline
 from retouch.image_encoder import ImageEncoder
+from retouch.rewards.scorers.style import StyleReward
 
 
 def renamed(folder: Path) -> None:
@@ -78,13 +79,28 @@ def test_an_image_encoder_of_a_variant(plain: Path, tmp_path: Path) -> None:
     train: dict[str, Any] = {"kind": "ip_adapter", "image_encoder": str(tmp_path)}
     model = SdInpaintModel.model_validate({"path": str(plain), "train": train, "weights_variant": "fp16"})
     found = load_model(model).image_encoder  # type: ignore[attr-defined]
-    assert all(torch.equal(t.float(), encoder.state_dict()[n]) for n, t in found.model.state_dict().items()) is not None
+    expected = encoder.to(found.model.dtype).state_dict()
+    assert all(torch.equal(t, expected[name]) for name, t in found.model.state_dict().items())
     [line] = adapter_lines(model, build_networks(model, find_model(model)))
     assert line.status == "ok"
     with pytest.raises(ConfigError, match=r"model\.train\.image_encoder: given .* set model\.weights_variant=fp16"):
         ImageEncoder.load(str(tmp_path))
     [line] = adapter_lines(model.model_copy(update={"weights_variant": None}), build_networks(model, find_model(model)))
     assert line.status == "fix" and "set model.weights_variant=fp16" in line.says
+
+
+def test_the_encoder_of_the_style_reward_of_a_variant(tmp_path: Path) -> None:
+    encoder = tiny_image_encoder()
+    encoder.save_pretrained(tmp_path)
+    renamed(tmp_path)
+    plain, fp16 = (StyleReward(image_encoder=str(tmp_path), gate=0, weights_variant=name) for name in (None, "fp16"))
+    with pytest.raises(ConfigError, match=r"^image_encoder: given .*; its weights are of a variant: set weights_var"):
+        plain.make().load("cpu")
+    scorer: Any = fp16.make()
+    scorer.load("cpu")
+    expected = encoder.state_dict()
+    assert all(torch.equal(t, expected[name]) for name, t in scorer._encoder.model.state_dict().items())
+    assert plain.make().spec.revision != fp16.make().spec.revision  # other files, and scores that are cached apart
 
 
 def test_a_pipeline_of_a_variant_is_exported_as_it_is(variant: Path, tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from retouch.config import ConfigError
-from retouch.observe.comparison import differing, run_names, scoring_differences, write_comparison
+from retouch.families import FAMILIES
+from retouch.observe.comparison import (
+    differing,
+    run_names,
+    sampling_differences,
+    scoring_differences,
+    write_comparison,
+)
 from retouch.observe.html import LINE_COLOURS, svg_curve
 from tests.command_line import retouch
 
@@ -125,6 +132,21 @@ def test_settings_that_mean_the_same_are_the_same(runs: tuple[Path, Path], tmp_p
     changed(runs[1], "guidance_scale: null", "guidance_scale: 30.0")
     _, verdicts, problems = compared(tmp_path, *runs)
     assert problems == [] and len(verdicts) == 1
+
+
+def test_the_own_guidance_of_a_distilled_model_is_1() -> None:
+    """And not that of its family, which would name a difference that there is not, and hide one that there is."""
+
+    def run(variant: str, scale: float | None) -> dict[str, Any]:
+        model = {"family": "z_image", "path": "folder", "variant": variant}
+        return {"model": model, "rollout": {"guidance_scale": scale}, "evaluation": {}, "data": {}}
+
+    assert sampling_differences(run("turbo", None), run("turbo", 1.0)) == {}
+    own = FAMILIES["z_image"].spec.guidance_scale
+    assert sampling_differences(run("base", None), run("base", own)) == {}
+    assert sampling_differences(run("base", None), run("turbo", None)) == {"rollout.guidance_scale": (own, 1.0)}
+    unknown = {**run("turbo", None), "model": {"family": "of a plug-in"}}
+    assert sampling_differences(unknown, unknown) == {}
 
 
 def test_data_that_changed_under_one_name_are_noticed(runs: tuple[Path, Path], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,6 +151,27 @@ def test_paddleocr_reads_a_crop_as_one_line(paddleocr: list[Any]) -> None:
     (found,) = score_checked(scorer, [red_hole()])
     assert isinstance(found, Score) and (found.value, found.detail["text"]) == (0.8, "MOKA")
     assert paddleocr[0] == {"device": "cpu"}
+
+
+@pytest.mark.parametrize("detect", [True, False])
+def test_paddleocr_has_no_score_for_texts_beyond_its_dictionary(paddleocr: list[Any], detect: bool) -> None:
+    """The places of the dictionary are those of paddleocr 3.3.1 on paddlex 3.3.6; where it is not, nothing is known."""
+    scorer: Any = make_scorer("ocr", {"engine": "paddleocr", "detect": detect})
+    scorer.load("cpu")
+    asked = item(0, metadata={"text": "Кафе 24"})
+    assert isinstance(score_checked(scorer, [asked])[0], Score)
+    predictor = SimpleNamespace(post_op=SimpleNamespace(character=["blank", *"MOKA24e", " "]))
+    if detect:
+        scorer._paddle._finder.paddlex_pipeline = SimpleNamespace(text_rec_model=predictor)
+    else:
+        scorer._paddle._recognizer.paddlex_predictor = predictor
+    beyond, within = score_checked(scorer, [asked, item(1, metadata={"text": "MOKÄ"})])
+    assert isinstance(beyond, Failure) and beyond.code == "bad_item" and isinstance(within, Score)
+    assert beyond.message == (
+        "the reader of ocr has no К а ф е in its dictionary, for the text 'Кафе 24'; set language to one of "
+        "PaddleOCR's that has them, or use another text"
+    )
+    assert scorer.spec.revision.startswith("paddleocr 3.7.0 2 ")
 
 
 def test_paddleocr_that_is_missing_or_old(paddleocr: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

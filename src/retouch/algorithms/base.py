@@ -398,9 +398,13 @@ class AdvantageConfig(RlConfig):
                     f"each other; set group_size to 2 or more (4-16 is usual), or algorithm.{name}=batch"
                 )
         if self.skip_zero_std_groups and self.baseline == "batch":
+            stays = (
+                " in the mean, though with algorithm.scale=group its advantages are 0" if self.scale == "group" else ""
+            )
             raise ValueError(
                 "algorithm.skip_zero_std_groups: given true, but algorithm.baseline=batch compares with the whole "
-                "batch, where a group with zero reward variance counts as well; leave it out, or set baseline=group"
+                f"batch, where a group with zero reward variance counts as well{stays}; leave it out, or set "
+                "baseline=group"
             )
         if self.resample_rounds and not (self.baseline == "group" and self.skip_zero_std_groups):
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retouch.algorithms import ALGORITHMS
 from retouch.algorithms.base import RlConfig, require_gradient
@@ -198,7 +198,40 @@ def _sharding(run: RunConfig) -> None:
 def warnings_of(run: RunConfig, world_size: int = 1) -> list[str]:
     """One line for each warning: the key, the value given, its effect, and the option to set."""
     rewards = (line for name, entry in run.rewards.items() for line in entry.advice(name))
-    return [*run.algorithm.warnings(run), *_advice_on_distilled(run), *rewards, *advice(run, world_size).values()]
+    own = (*run.algorithm.warnings(run), *_without_effect(run), *_advice_on_distilled(run))
+    return [*own, *rewards, *advice(run, world_size).values()]
+
+
+def _without_effect(run: RunConfig) -> Iterator[str]:
+    """Options that were changed and that nothing reads in this run: what a run file keeps when its algorithm is
+    changed, and what an option that is off leaves without a meaning."""
+    algorithm, unread = run.algorithm, dict[str, str]()
+    if not isinstance(algorithm, RlConfig) and algorithm.supervised_steps(run):
+        samples = f"{algorithm.name} samples no images to train on"
+        unread |= dict.fromkeys(sorted(RlConfig.UNREAD - {"rollout.preset"}), f"{samples}; leave it out")
+        unread |= {
+            "rollout.solver": f"{samples}; leave it out",
+            "optimizer.sft_lr": f"it is of a warm-up before RL; {algorithm.name} trains with optimizer.lr; set that",
+        }
+    if (
+        isinstance(algorithm, RlConfig) and "sft_steps" not in algorithm.model_fields_set
+    ):  # a 0 that is written is meant
+        off = "algorithm.sft_steps is 0: there is no supervised warm-up; set sft_steps, or leave it out"
+        unread |= dict.fromkeys(("optimizer.sft_lr", "warmup_data"), off)
+    if not any("mask" in section.has_images for section in (run.data, run.warmup_data) if section):
+        unread["algorithm.region"] = "no example has a mask, and the loss is taken everywhere; leave it out"
+    if not algorithm.trains_on_rewards:
+        unread["logging.rollout_images_every"] = f"{algorithm.name} samples no images to train on; leave it out"
+    if not run.reward_client.probe_every:
+        off = "reward_client.probe_every is 0: nothing is probed; set probe_every, or leave it out"
+        unread |= dict.fromkeys(("reward_client.probe_tolerance", "reward_client.on_drift"), off)
+    for key, why in unread.items():
+        section, _, name = key.rpartition(".")
+        holder: Any = getattr(run, section) if section else run
+        value = getattr(holder, name, None)
+        if name in type(holder).model_fields and value != type(holder).model_fields[name].default:
+            shown = f" {value}" if isinstance(value, str | int | float) else ""
+            yield f"{key}: given{shown}, but {why}"
 
 
 def _advice_on_distilled(run: RunConfig) -> Iterator[str]:

@@ -201,8 +201,7 @@ def forwards_per_image(run: RunConfig, optimizer_steps: int) -> float:
         optimizer_steps: of an epoch; with a single one no log-probability is computed again.
     """
     assert isinstance(run.algorithm, Objective)
-    given = run.rollout.guidance_scale
-    guided = run.model.forwards_of_guidance(run.model.guidance_scale if given is None else given)
+    guided = run.model.forwards_of_guidance(run.guidance_scale)
     backward = 3 + (1 if run.training.gradient_checkpointing else 0)
     return run.algorithm.forwards_per_image(run, optimizer_steps, guided, backward)
 

@@ -306,6 +306,12 @@ class RunConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
 
+    @property
+    def guidance_scale(self) -> float:
+        """The scale of guidance of its samples: that of rollouts, else of the model, which may be distilled."""
+        given = self.rollout.guidance_scale
+        return self.model.guidance_scale if given is None else given
+
     @model_validator(mode="before")
     @classmethod
     def _algorithm_completes(cls, value: object) -> object:

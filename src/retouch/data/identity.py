@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from retouch.data.base import ItemFiles
 from retouch.disk import is_file
-from retouch.imaging import PackedImage, normalize_text
+from retouch.imaging import PackedImage
+from retouch.lines import folded
 
 if TYPE_CHECKING:
     from retouch.data.dataset import Dataset
@@ -56,8 +57,9 @@ def digest(path: Path) -> str:
 
 def trained_on(evaluation: Dataset, *training: Dataset, with_prompt: bool = False) -> list[ItemFiles]:
     """Items of `evaluation` whose source or target is an image of the training data; for text to image, those whose
-    prompt is, without case and repeated white space, as `retouch data split` compares prompts. Only files as long as
-    one of the other side are read; images inside tables have digests, and are compared with such images alone.
+    prompt is, in the form in which scorers compare texts and without case, as `retouch data split` compares prompts.
+    Only files as long as one of the other side are read; images inside tables have digests, and are compared with such
+    images alone.
 
     Args:
         with_prompt: an image counts only where it is trained on with the same prompt.
@@ -92,7 +94,7 @@ def trained_on(evaluation: Dataset, *training: Dataset, with_prompt: bool = Fals
 
 
 def _plain(prompt: str) -> str:
-    return normalize_text(prompt, case_sensitive=False)
+    return folded(prompt, case_sensitive=False)
 
 
 def images_of(item: ItemFiles) -> list[Path | PackedImage]:

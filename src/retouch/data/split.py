@@ -16,7 +16,7 @@ from retouch.data.lists import TABLES, csv_rows, entries_of, lines_of, separator
 from retouch.data.remote import names_a_commit
 from retouch.data.sampler import derive_seed
 from retouch.disk import is_file, write_whole
-from retouch.imaging import normalize_text
+from retouch.lines import folded
 
 BY = ("image", "picture", "text")
 """Content that the two lists must not share; "picture" is a former name of "image"."""
@@ -85,7 +85,7 @@ def _keys(item: ItemFiles, by: str) -> list[str]:
     if by != "text" and images:
         return [digest(path) for path in images]
     text = item.metadata.get("text") if by == "text" else None
-    return [normalize_text(text if isinstance(text, str) else item.prompt, case_sensitive=False)]
+    return [folded(text if isinstance(text, str) and text.strip() else item.prompt, case_sensitive=False)]
 
 
 def _listed(path: Path) -> tuple[Path, list[str], list[str], list[ItemFiles]]:

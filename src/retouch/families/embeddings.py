@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
 
     from retouch.families.base import DistillationLora, Model
 
+logger = logging.getLogger(__name__)
+
+_MAKE_AGAIN = (
+    "run `retouch data precompute` again: the data changed since, or has colour profiles, which earlier versions did "
+    "not convert to sRGB"
+)
+"""The remedy for an image that is not in a cache, whose keys are pixels as they are read."""
+
 SAMPLE = 1 << 20
 """Bytes read at the start, in the middle and at the end of a file of weights: ten gigabytes are not read through."""
 
@@ -59,6 +68,7 @@ class EmbeddingCache:
     def __init__(self, folder: Path, model: Model, *, create: bool = False) -> None:
         self.folder = folder
         self.fills = create
+        self._lacks_image = False
         self.added = {"prompts": 0, "references": 0, "images": 0}
         now, file = identity(model), folder / "cache.json"
         if create and not file.is_file():
@@ -120,6 +130,12 @@ class EmbeddingCache:
     def image(self, pixels: Tensor) -> Tensor | None:
         """Latents [C, h, w] of pixels [3, H, W]."""
         found = self._read(self._path("image", _bytes(pixels)))
+        if found is None and not self.fills and not self._lacks_image:
+            self._lacks_image = True
+            told = (
+                "model.embeddings: %s has no latents of an image, which is encoded here; if it is of the run's data, %s"
+            )
+            logger.info(told, self.folder, _MAKE_AGAIN)
         return None if found is None else found["latents"]
 
     def add_images(self, images: Tensor, latents: Tensor) -> None:
@@ -182,7 +198,7 @@ class StoredVectors(ImageEncoder):
         if vector is None:
             raise ConfigError(
                 f"model.embeddings: {self.cache.folder} has no vector of a reference of {image.width} x {image.height} "
-                "pixels; run `retouch data precompute` again: the data changed since"
+                f"pixels; {_MAKE_AGAIN}"
             )
         return vector
 

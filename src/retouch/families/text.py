@@ -67,7 +67,16 @@ class PromptReader(Protocol):
 
 
 class CountsPrompts:
-    """`PromptReader.count` of a reader that has `counts`."""
+    """A text encoder that is its own `PromptReader`, by its `counts`: of the usual name, with a limit of the run
+    file."""
+
+    name: str = "text_encoder"
+    fixed: bool = False
+
+    @property
+    def reader(self) -> PromptReader:
+        reader: Any = self
+        return reader
 
     def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
         reader: Any = self
@@ -122,10 +131,6 @@ class TextEncoder(CountsPrompts):
         name = f"text_encoder{number}"
         model, tokenizer = network(kind, name), load_component(AutoTokenizer, path, f"tokenizer{number}", None)
         return cls(model, tokenizer, length or tokenizer.model_max_length, output, name, fixed=length is None)
-
-    @property
-    def reader(self) -> PromptReader:
-        return self
 
     def counts(self, prompts: Sequence[str], images: Sequence[int] = (), *, closed: bool = True) -> list[int]:
         """See `PromptReader`; the marks around a prompt are never cut."""

@@ -8,6 +8,7 @@ runs define differently.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,9 @@ from typing import Any
 
 from PIL import Image
 
-from retouch.config.parts import completed
+from retouch.config.parts import completed, model_of
 from retouch.disk import write_whole
 from retouch.errors import ConfigError
-from retouch.families import FAMILIES
 from retouch.observe.grids import grid
 from retouch.observe.html import (
     LINE_COLOURS,
@@ -223,14 +223,16 @@ def _other_weights(one: Record, other: Record) -> dict[str, tuple[Any, Any]]:
 
 
 def _sampling(config: Record) -> Record:
-    """Settings by key, as they apply: with the family's own scale of guidance where none is given."""
+    """Settings by key, as they apply: with the model's own scale of guidance where none is given."""
     evaluation, rollout = config["evaluation"], config["rollout"]
     data = evaluation.get("data") or config["data"]
     size, guidance = data.get("resolution"), rollout.get("guidance_scale")
-    family = FAMILIES.find(config["model"]["family"])
+    if guidance is None:
+        with suppress(ConfigError):  # a family that is not known here
+            guidance = model_of(config, "").guidance_scale
     return {
         "num_steps": evaluation.get("num_steps") or rollout.get("num_steps"),
-        "rollout.guidance_scale": family.spec.guidance_scale if guidance is None and family is not None else guidance,
+        "rollout.guidance_scale": guidance,
         "resolution": [size, size] if isinstance(size, int) else size,
         "fit": data.get("fit"),
     }

@@ -9,10 +9,12 @@ Legend: N, M images of the two sets; D features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from retouch.observe.statistics import bootstrap_percentiles
 
 Features = NDArray[np.float64]
 """[N, D]"""
@@ -50,15 +52,46 @@ def cmmd(a: Features, b: Features) -> float:
 DISTANCES: dict[str, Callable[[Features, Features], float]] = {"fid": fid, "kid": kid, "cmmd": cmmd}
 
 
-def interval(distance: Callable[[Features, Features], float], a: Features, b: Features, draws: int) -> list[float]:
+def interval(
+    distance: Callable[[Features, Features], float],
+    a: Features,
+    b: Features,
+    draws: int,
+    examples_a: Sequence[Hashable] | None = None,
+    examples_b: Sequence[Hashable] | None = None,
+) -> list[float] | None:
     """95 % interval of a distance as [low, high]: the spread of bootstrap samples around their mean, laid around the
-    value. Their own level is not used: repeated images raise all three distances."""
-    value, source = distance(a, b), np.random.default_rng(0)
-    drawn = [
-        distance(a[source.integers(0, len(a), len(a))], b[source.integers(0, len(b), len(b))]) for _ in range(draws)
-    ]
-    spread = np.percentile(np.array(drawn) - np.mean(drawn), [2.5, 97.5])
-    return [float(value + low_or_high) for low_or_high in spread]
+    value; None of fewer than two examples. Their own level is not used: repeated images raise all three distances.
+
+    The images of an example, those of `b` among them, are not independent and are sampled together; images of `b` of
+    other examples are sampled apart.
+
+    Args:
+        examples_a, examples_b: of each image; None: each is of an example of its own.
+    """
+    rows_a = _rows_by_example(range(len(a)) if examples_a is None else examples_a)
+    rows_b = _rows_by_example(range(-len(b), 0) if examples_b is None else examples_b)
+    together, alone = list(rows_a), [example for example in rows_b if example not in rows_a]
+    if len(together) < 2:
+        return None
+    source, drawn = np.random.default_rng(0), list[float]()
+    for _ in range(draws):
+        chosen = [together[i] for i in source.integers(0, len(together), len(together))]
+        others = [alone[i] for i in source.integers(0, len(alone), len(alone))] if alone else []
+        of_b = [row for example in (*chosen, *others) for row in rows_b.get(example, ())]
+        if len(of_b) > 1:  # else most examples have no image in it
+            drawn.append(distance(a[[row for example in chosen for row in rows_a[example]]], b[of_b]))
+    if len(drawn) <= draws / 2:
+        return None
+    spread = np.percentile(np.array(drawn) - np.mean(drawn), bootstrap_percentiles(len(together)))
+    return [float(distance(a, b) + low_or_high) for low_or_high in spread]
+
+
+def _rows_by_example(examples: Iterable[Hashable]) -> dict[Hashable, list[int]]:
+    found = dict[Hashable, list[int]]()
+    for row, example in enumerate(examples):
+        found.setdefault(example, []).append(row)
+    return found
 
 
 def _root(x: Features) -> Features:

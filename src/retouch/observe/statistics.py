@@ -76,10 +76,8 @@ def _student_within(t: float, degrees: int) -> float:
 def bootstrap_intervals(
     units: int, measure: Callable[[NDArray[np.intp]], Mapping[str, float]], draws: int = 1000
 ) -> dict[str, tuple[float, float]]:
-    """95 % intervals of measures of a sample: percentiles over samples of the same size, taken from it with replacement
-    (Efron's bootstrap), with a fixed seed. The percentiles are those of -+ t sqrt(n / (n - 1)) under the normal
-    distribution (Hesterberg 2015, "What teachers should know about the bootstrap", expanded percentiles): a bootstrap
-    with 2.5 and 97.5 is as much too narrow as an interval with 1.96 and a standard deviation over n.
+    """95 % intervals of measures of a sample: `bootstrap_percentiles` over samples of the same size, taken from it with
+    replacement (Efron's bootstrap), with a fixed seed.
 
     Args:
         units: number of independent units.
@@ -97,6 +95,14 @@ def bootstrap_intervals(
         for name, value in measure(source.integers(0, units, units)).items():
             found.setdefault(name, []).append(value)
     usual = {name: values for name, values in found.items() if len(values) > draws / 2}
-    outside = 100 * NormalDist().cdf(-student(units - 1) * math.sqrt(units / (units - 1)))
-    limits = {name: np.percentile(values, [outside, 100 - outside]) for name, values in usual.items()}
+    limits = {name: np.percentile(values, bootstrap_percentiles(units)) for name, values in usual.items()}
     return {name: (float(low), float(high)) for name, (low, high) in limits.items()}
+
+
+def bootstrap_percentiles(units: int) -> list[float]:
+    """The percentiles that are the limits of a 95 % interval of n units, at least 2: those of -+ t sqrt(n / (n - 1))
+    under the normal distribution (Hesterberg 2015, "What teachers should know about the bootstrap", expanded
+    percentiles). A bootstrap with 2.5 and 97.5 is as much too narrow as an interval with 1.96 and a standard deviation
+    over n."""
+    outside = 100 * NormalDist().cdf(-student(units - 1) * math.sqrt(units / (units - 1)))
+    return [outside, 100 - outside]

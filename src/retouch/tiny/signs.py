@@ -34,6 +34,9 @@ _HELD_OUT_SHARE = 8  # one word in 8
 MANIFEST = "manifest.json"
 """List of a folder of signs with several texts."""
 
+WORDS = "words.txt"
+"""The words that the images show, in a folder whose list has other ones."""
+
 TEXTS_PROMPT = "The text is '{}'"
 """Prompt of a sign with several texts: two words of four letters are as long as the tiny bases read."""
 
@@ -183,14 +186,16 @@ def write_signs(
             shown = _other_word(sign, words[n - first_id - 1], seed) if styled else sign
             if with_targets or styled:
                 write_png(shown.picture.crop(mask_box(shown.mask)), out / f"test{n}_ref.png")
+        _keep_words(out, words, caption_noise)
         # the list comes last: an incomplete folder has none, and cannot be read
         captions = [misheard(word, caption_noise, seed) for word in words]
         write_whole(listing, "".join(f"{n}-{text}\n" for n, text in enumerate(captions, first_id)))
 
 
 def _other_word(sign: Sign, word: str, seed: int) -> Sign:
-    """A sign of another ground with `word` (reversed if it is the same) in the font and colour of `sign`."""
-    other = word if word != sign.word else word[::-1]
+    """A sign of another ground with `word` (if it is the same, reversed or with all letters wrong) in the font and
+    colour of `sign`."""
+    other = next(other for other in (word, word[::-1], misheard(word, 1.0, seed)) if other != sign.word)
     size = (sign.picture.height, sign.picture.width)
     return draw_sign(other, size, derive_seed("reference", seed, sign.word), sign.face, sign.ink)
 
@@ -259,8 +264,14 @@ def write_texts(
                 "lines": lines,
             }
             entries.append(entry)
+        _keep_words(out, [word for words in groups for word in words], caption_noise)
         # the list comes last: an incomplete folder has none, and cannot be read
         write_whole(manifest, json.dumps(entries, indent=1) + "\n")
+
+
+def _keep_words(out: Path, words: Sequence[str], caption_noise: float) -> None:
+    if caption_noise:
+        write_whole(out / WORDS, "".join(f"{word}\n" for word in words))
 
 
 @contextmanager
@@ -338,12 +349,15 @@ def synthesize(
 
 
 def words_of(folder: Path) -> set[str]:
-    """The words of a folder that `write_signs` or `write_texts` wrote.
+    """The words that the images of a folder show, which `write_signs` or `write_texts` wrote; of a folder with wrong
+    captions that has no `WORDS`, those of its list.
 
     Raises:
         DataError: it has no list file.
     """
-    listing, manifest = folder / "self_bench.txt", folder / MANIFEST
+    listing, manifest, shown = folder / "self_bench.txt", folder / MANIFEST, folder / WORDS
+    if shown.is_file():
+        return set(shown.read_text(encoding="utf-8").split())
     if manifest.is_file():
         entries: list[dict[str, Any]] = json.loads(manifest.read_text(encoding="utf-8"))
         return {str(line["text"]) for entry in entries for line in entry["lines"]}

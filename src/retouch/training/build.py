@@ -152,8 +152,6 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
     policy = Policy(model.network, exchange=engine.own_memory)
     clock = stopwatch(engine.device.type)
     frozen, recomputes = config.model.train.kind != "full", config.training.gradient_checkpointing
-    given = config.rollout.guidance_scale
-    guidance_scale = model.spec.guidance_scale if given is None else given
     return Run(
         config=config,
         derived=derived,
@@ -171,7 +169,7 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
         checkpoints=Checkpoints(run_dir.checkpoints, trainee.save, trainee.load, config.training.keep_checkpoints),
         clock=clock,
         costs=Costs(model.network, clock, frozen=frozen, recomputes=recomputes),
-        encoded=EncodedData(model, data, guidance_scale, clock),
+        encoded=EncodedData(model, data, config.guidance_scale, clock),
         plans=Plans(config),
         dumps=Checkpoints(run_dir.path / "dumps", trainee.save, trainee.load, keep=1),
         replaying=replaying,

@@ -284,10 +284,10 @@ def _row(example: Example, index: int, image: np.ndarray[Any, Any], composite: n
 
 def _glyphs(example: Example, composite: np.ndarray[Any, Any]) -> dict[str, Any]:
     """The glyph correlation of the text in the mask; of several lines the mean over their places, if they have any.
-    None of letters that no font has."""
+    None of a blank text, or of letters that no font has."""
     text = example.metadata.get("text")
     if "lines" not in example.metadata:
-        if not isinstance(text, str):
+        if not isinstance(text, str) or not text.strip():  # a scorer takes what stands in quotes
             return {}
         value = glyph_correlation(composite, np.asarray(example.mask), text)
         return {} if value is None else {"glyph_correlation": value}

@@ -248,10 +248,8 @@ def _sample(
     for name, sampled in weights.items():
         abouts[name] = about_weights(configs[sampled.run], sampled.folder, benchmark, data.config)
         claim(out / "images" / name, {**abouts[name], "benchmark": benchmark.name})
-        config = configs[sampled.run]
-        abouts[name]["sampling"]["guidance_scale"] = (  # resolved: records of folders have the key as it was given
-            config.model.spec.guidance_scale if config.rollout.guidance_scale is None else config.rollout.guidance_scale
-        )
+        # resolved: records of folders have the key as it was given
+        abouts[name]["sampling"]["guidance_scale"] = configs[sampled.run].guidance_scale
         _warn_of_other_sampling(abouts, name)
         abouts[name]["trained_on"] = 0 if sampled.folder is None else seen[sampled.run]
     for run in runs:

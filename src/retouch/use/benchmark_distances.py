@@ -23,7 +23,10 @@ from retouch.rewards.devices import own_device
 
 logger = logging.getLogger(__name__)
 
-Images = Sequence[Path | PackedImage]
+Images = Mapping[int, Path | PackedImage]
+"""Position of the item of each real image, below 0 of one without an item -> the image."""
+
+Extract = Callable[[Iterable[Pixels]], Features]
 
 _BATCH = 16
 
@@ -45,7 +48,8 @@ def check_distances(benchmark: Benchmark, outputs: Sequence[Output]) -> None:
         if entry.extractor == "encoder" and looks_local(entry.path) and not expanded(entry.path).is_dir():
             raise ConfigError(f"{where}.path: given {entry.path!r}; no such folder")
         if not _has_features(entry, where, real):
-            raise ConfigError(f"{where}.real: given {entry.real!r}, whose images cannot be read, {real[0]} the first")
+            first = next(iter(real.values()))
+            raise ConfigError(f"{where}.real: given {entry.real!r}, whose images cannot be read, {first} the first")
 
 
 def _has_features(entry: DistanceEntry, where: str, real: Images) -> bool:
@@ -57,7 +61,7 @@ def _has_features(entry: DistanceEntry, where: str, real: Images) -> bool:
     from retouch.use.loaded import free_memory
 
     extract, _ = _extractor(entry, where, own_device())
-    readable = (image for image in map(_read, real) if image is not None)
+    readable = (image for image in map(_read, real.values()) if image is not None)
     found = extract(islice(readable, 1))
     del extract
     free_memory()  # else sampling and the scorers could not have it
@@ -82,10 +86,11 @@ def distances_of(
     for name, entry in benchmark.distances.items():
         where = f"distances.{name}"
         extract, extractor = _extractor(entry, where, own_device())
-        real = extract(map(_read, _real(entry, outputs, where)))
+        real_images = _real(entry, outputs, where)
+        real, of_real = _of_readable(extract, map(_read, real_images.values()), real_images)
         for column, folder in places.items():
             there = [(output, path) for output in outputs if (path := find_file(folder, output.file)) is not None]
-            features = extract(scored(there))
+            features, examples = _of_readable(extract, scored(there), [output.position for output, _ in there])
             if min(len(features), len(real)) < 2:
                 raise ConfigError(
                     f"{where}: {column} has {len(features)} images and real has {len(real)}; give 2 or more"
@@ -94,7 +99,7 @@ def distances_of(
             told: dict[str, Any] = {
                 "measure": entry.measure,
                 "value": distance(features, real),
-                "interval": interval(distance, features, real, entry.draws) if entry.draws else None,
+                "interval": interval(distance, features, real, entry.draws, examples, of_real) if entry.draws else None,
                 "images": len(features),
                 "real_images": len(real),
                 "real": entry.real,
@@ -110,18 +115,32 @@ def distances_of(
 def _real(entry: DistanceEntry, outputs: Sequence[Output], where: str) -> Images:
     """The real images: a folder, or the sources or targets of the items, each once."""
     if entry.real in ("source", "target"):
-        items = {output.position: output.item for output in outputs}.values()
-        images = [getattr(item, f"{entry.real}_path") for item in items]
-        return [image for image in images if image is not None]
+        items = {output.position: output.item for output in outputs}
+        images = {position: getattr(item, f"{entry.real}_path") for position, item in items.items()}
+        return {position: image for position, image in images.items() if image is not None}
     folder = expanded(entry.real)
     if not folder.is_dir():
         raise ConfigError(f"{where}.real: given {entry.real!r}; expected source, target, or a folder of images")
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    return {-1 - number: path for number, path in enumerate(files)}
 
 
-def _extractor(
-    entry: DistanceEntry, where: str, device: str
-) -> tuple[Callable[[Iterable[Pixels | None]], Features], str]:
+def _of_readable(
+    extract: Extract, images: Iterable[Pixels | None], examples: Iterable[int]
+) -> tuple[Features, list[int]]:
+    """The features of the images that can be read, and the example of each."""
+    kept = list[int]()
+
+    def readable() -> Iterator[Pixels]:
+        for image, example in zip(images, examples, strict=True):
+            if image is not None:
+                kept.append(example)
+                yield image
+
+    return extract(readable()), kept
+
+
+def _extractor(entry: DistanceEntry, where: str, device: str) -> tuple[Extract, str]:
     """A function from images to features [N, D], and its name with its revision."""
     if entry.extractor == "torchscript":
         return _torchscript(entry, where, device)
@@ -135,9 +154,7 @@ def _extractor(
     return partial(_features, encoder, _BATCH), encoder.revision
 
 
-def _torchscript(
-    entry: DistanceEntry, where: str, device: str
-) -> tuple[Callable[[Iterable[Pixels | None]], Features], str]:
+def _torchscript(entry: DistanceEntry, where: str, device: str) -> tuple[Extract, str]:
     import torch
 
     file = expanded(entry.path)
@@ -160,11 +177,10 @@ def _torchscript(
     return partial(_features, encode, 1), f"{file.name} {digest(file)[:12]}"
 
 
-def _features(encode: Callable[[Sequence[Pixels]], Any], size: int, images: Iterable[Pixels | None]) -> Features:
-    """[N, D] of the images that can be read, `size` at a time."""
-    there = (image for image in images if image is not None)
-    parts: list[Features] = []
-    while batch := list(islice(there, size)):
+def _features(encode: Callable[[Sequence[Pixels]], Any], size: int, images: Iterable[Pixels]) -> Features:
+    """[N, D] of the images, `size` at a time."""
+    left, parts = iter(images), list[Features]()
+    while batch := list(islice(left, size)):
         parts.append(encode(batch).cpu().numpy().astype(np.float64))
     return np.concatenate(parts) if parts else np.zeros((0, 1))
 

@@ -51,8 +51,7 @@ class Loaded:
 
     @property
     def guidance_scale(self) -> float:
-        given = self.config.rollout.guidance_scale
-        return self.model.spec.guidance_scale if given is None else given
+        return self.config.guidance_scale
 
     def load(self, weights: Path | None) -> None:
         """Use the weights of a folder; None: the base.

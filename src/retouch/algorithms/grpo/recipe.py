@@ -63,7 +63,8 @@ def train_epoch(session: Session, algorithm: GrpoConfig) -> None:
 def surrogate(
     run: Run, algorithm: GrpoConfig, experience: Experience, step: Step, rows: Tensor, span: range
 ) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
-    """The loss of B rows over a span of W trained steps -> (loss, metrics, rows that count)."""
+    """The loss of B rows over a span of W trained steps -> (loss, metrics, rows that count, by the share of their
+    trained steps that the span is)."""
     device, width = run.engine.device, len(span)
     weight = experience.weight[rows].to(device)
     now = replay(run, algorithm, experience, rows, span)
@@ -76,8 +77,8 @@ def surrogate(
         if algorithm.guard:
             log_prob, old_log_prob = guard_log_probs(log_prob, old_log_prob, now.mean, old_mean, now.std, now.region)
             balance = -1 / now.dt
-    # a span is a share of the row's trained steps: its loss counts as that share
-    total = step.total / (width / experience.steps)
+    share = width / experience.steps  # its loss and its metrics count as that share of the row
+    total = step.total / share
     advantages = experience.advantages[rows].to(device)
     clip_range = algorithm.clip_range if far is None else None
     by_row = [None if t is None else t.view(-1, width) for t in (balance, far)]
@@ -90,7 +91,7 @@ def surrogate(
         kl = gaussian_kl(now.mean, reference, now.std, now.region, algorithm.kl_mode, now.dt).view(-1, width)
         loss = loss + algorithm.kl_weight * weighted_mean(kl, weight, total)
         values["kl"] = weighted_mean(kl.detach(), weight)
-    return loss, values, weight.sum()
+    return loss, values, weight.sum() * share
 
 
 class Replay(NamedTuple):

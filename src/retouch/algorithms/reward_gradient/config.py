@@ -102,7 +102,7 @@ class RewardGradientConfig(RlConfig):
                 f"rollout.solver: given {rollout.solver!r}, but {self.name} differentiates first-order steps; leave "
                 "solver out"
             )
-        given = run.model.guidance_scale if rollout.guidance_scale is None else rollout.guidance_scale
+        given = run.guidance_scale
         if run.model.forwards_of_guidance(given) > 1:
             key = "rollout.guidance_scale" if run.model.spec.doubles_for_guidance else "model.true_guidance_scale"
             given = given if run.model.spec.doubles_for_guidance else getattr(run.model, "true_guidance_scale", given)

@@ -197,7 +197,7 @@ class VlmGrpoConfig(AlgorithmSection):
             images_per_generation_per_device=generated // world_size * self.images_per_completion,
             optimizer_steps_per_generation=cycle,
             generations=steps * accumulation // used,
-            forwards_per_image=float(run.rollout.num_steps * (2 if _guidance_scale(run) > 1 else 1)),
+            forwards_per_image=float(run.rollout.num_steps * (2 if run.guidance_scale > 1 else 1)),
         )
 
     def check(self, run: RunConfig, key: str = "") -> None:
@@ -252,7 +252,7 @@ class VlmGrpoConfig(AlgorithmSection):
     def warnings(self, run: RunConfig) -> Iterator[str]:
         """Warnings about numbers of steps and guidance scales that the frozen diffusion model was not trained for."""
         model: Any = run.model
-        steps, scale = run.rollout.num_steps, _guidance_scale(run)
+        steps, scale = run.rollout.num_steps, run.guidance_scale
         if model.merged_lora is not None and scale > 1:
             yield (
                 f"rollout.guidance_scale: given {scale:g} with model.distillation_lora, which is distilled for "
@@ -316,8 +316,3 @@ class VlmGrpoConfig(AlgorithmSection):
                 "(per_device_train_batch_size x processes)"
             )
         return given
-
-
-def _guidance_scale(run: RunConfig) -> float:
-    given = run.rollout.guidance_scale
-    return run.model.spec.guidance_scale if given is None else given

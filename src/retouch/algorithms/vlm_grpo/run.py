@@ -72,8 +72,7 @@ class VlmRun:
 
     @property
     def guidance_scale(self) -> float:
-        given = self.config.rollout.guidance_scale
-        return self.diffusion_model.spec.guidance_scale if given is None else given
+        return self.config.guidance_scale
 
     @property
     def end_tokens(self) -> list[int]:

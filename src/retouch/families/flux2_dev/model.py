@@ -22,7 +22,7 @@ from transformers.processing_utils import ProcessorMixin
 from retouch.families.flux2.base import Flux2Model, quarters, tiny_parts
 from retouch.families.flux2_dev.spec import Flux2DevModel
 from retouch.families.flux2_dev.tiny import CHAT_TEMPLATE, byte_tokenizer, mistral3
-from retouch.families.text import CountsPrompts, PromptReader, counted_chats, layer_states
+from retouch.families.text import CountsPrompts, counted_chats, layer_states
 
 
 class TextProcessor(ProcessorMixin):
@@ -42,19 +42,12 @@ class SystemChat(CountsPrompts):
         model: a `MistralModel`.
         length: S; a longer chat is cut at its end, and padding is encoded, as diffusers does it.
         layers: entries of `hidden_states`, concatenated on width.
-        name, fixed: see `retouch.families.text.PromptReader`.
     """
 
     model: Any
     processor: TextProcessor
     length: int
     layers: tuple[int, ...]
-    name: str = "text_encoder"
-    fixed: bool = False
-
-    @property
-    def reader(self) -> PromptReader:
-        return self
 
     def counts(self, prompts: Sequence[str], images: Sequence[int] = (), *, closed: bool = True) -> list[int]:
         """See `PromptReader`; the end of the chat is cut before the prompt."""

@@ -9,7 +9,6 @@ Legend: L tokens of a row, D width.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,8 +23,6 @@ from transformers import Qwen2_5_VLProcessor
 
 from retouch.families.loading import ModelFilesError
 from retouch.families.text import CountsPrompts, PromptReader, token_counts
-
-logger = logging.getLogger(__name__)
 
 Task = Literal["draw", "edit", "edit_plus"]
 """Chat template of a prompt: text to image, one image to edit, or numbered images to edit."""
@@ -132,7 +129,6 @@ class ChatStates(CountsPrompts):
         tokenizer: for text without images.
         processor: for text with images; None where the task has none.
         length: tokens kept at most, including images and the end of the chat.
-        name, fixed: see `retouch.families.text.PromptReader`.
     """
 
     model: Any  # Qwen2_5_VLForConditionalGeneration
@@ -140,8 +136,6 @@ class ChatStates(CountsPrompts):
     processor: Any  # ImageTextProcessor
     task: Task
     length: int
-    name: str = "text_encoder"
-    fixed: bool = False
 
     def __call__(self, prompt: str, pictures: Sequence[Image] = ()) -> Tensor:
         """States [L, D] on the model's device.
@@ -189,13 +183,6 @@ class ChatStates(CountsPrompts):
                 f"model.max_sequence_length is {self.length}; raise it, or give the text encoder smaller images "
                 "(model.vision_pixels)"
             )
-        logger.warning(
-            "a prompt of %d tokens is cut to %d, because model.max_sequence_length is %d: %.60r",
-            words,
-            words - over,
-            self.length,
-            prompt,
-        )
         return without_tokens_before(inputs, tail, over)
 
 

@@ -30,7 +30,6 @@ class ChatStates(CountsPrompts):
         thinking: False closes the assistant's thoughts before they begin.
         encodes_padding: whether padding goes through the encoder, and its states depend on the chat; else it is
             appended as zeros.
-        name, fixed: see `retouch.families.text.PromptReader`.
     """
 
     model: Any
@@ -39,12 +38,6 @@ class ChatStates(CountsPrompts):
     layers: tuple[int, ...]
     thinking: bool
     encodes_padding: bool
-    name: str = "text_encoder"
-    fixed: bool = False
-
-    @property
-    def reader(self) -> PromptReader:
-        return self
 
     def counts(self, prompts: Sequence[str], images: Sequence[int] = (), *, closed: bool = True) -> list[int]:
         """See `PromptReader`; the end of the chat is cut before the prompt."""

@@ -8,7 +8,6 @@ Legend: L tokens of a chat, S tokens with padding, D width.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,6 @@ from transformers import Qwen3VLProcessor
 
 from retouch.families.qwen.text import SEEN, Shown, without_tokens_before
 from retouch.families.text import CountsPrompts, PromptReader, token_counts
-
-logger = logging.getLogger(__name__)
 
 SYSTEM = "Comprehend and analyze the provided prompt."
 """System message that the released model was trained with."""
@@ -53,18 +50,11 @@ class PromptStates(CountsPrompts):
         model: a `Qwen3VLForConditionalGeneration`.
         processor: of text and images; its tokenizer is that of text alone.
         length: tokens of a chat kept at most, and padded to, without those of images.
-        name, fixed: see `retouch.families.text.PromptReader`.
     """
 
     model: Any
     processor: Any
     length: int
-    name: str = "text_encoder"
-    fixed: bool = False
-
-    @property
-    def reader(self) -> PromptReader:
-        return self
 
     def counts(self, prompts: Sequence[str], images: Sequence[int] = (), *, closed: bool = True) -> list[int]:
         """See `PromptReader`; the end of the chat is never cut, and the tokens of images do not count."""
@@ -127,13 +117,6 @@ class PromptStates(CountsPrompts):
                 f"the chat around a prompt takes more than model.max_sequence_length {self.length} tokens; set "
                 f"{self.length + over - count + 64} or more"
             )
-        logger.warning(
-            "a prompt of %d tokens is cut to %d, because model.max_sequence_length is %d: %.60r",
-            count,
-            count - over,
-            self.length,
-            prompt,
-        )
         return without_tokens_before(inputs, len(tokenizer(END).input_ids), over)
 
 

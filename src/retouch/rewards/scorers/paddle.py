@@ -52,6 +52,14 @@ class PaddleReader:
             model = {} if self._language is None else {"model_name": f"{self._language}_PP-OCRv5_mobile_rec"}
             self._recognizer = self._library.TextRecognition(**model, **self._options)
 
+    def characters(self) -> list[str] | None:
+        """The entries of the dictionary of the loaded recogniser; None where a release of the library keeps it in
+        another place than PaddleOCR 3.0 to 3.3."""
+        inside = getattr(getattr(self._finder, "paddlex_pipeline", None), "text_rec_model", None)
+        predictor = inside if self._recognizer is None else getattr(self._recognizer, "paddlex_predictor", None)
+        found = getattr(getattr(predictor, "post_op", None), "character", None)
+        return list(found) if isinstance(found, list | tuple) else None
+
     def find(self, crops: Sequence[Pixels]) -> list[list[tuple[str, float, tuple[tuple[float, float], ...]]]]:
         """Text, confidence and corners of every line of each RGB crop."""
         found = self._found(crops)

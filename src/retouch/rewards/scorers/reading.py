@@ -91,7 +91,8 @@ class ReadingEntry(RewardEntry):
 
     def reader(self) -> str:
         """The engine, its version and language, for revisions."""
-        version = importlib_version("rapidocr") if self.engine == "rapidocr" else paddle.version()
+        # 2: texts beyond its dictionary fail
+        version = importlib_version("rapidocr") if self.engine == "rapidocr" else f"{paddle.version()} 2"
         return f"{self.engine} {version}" + (f" {self.language}" if self.language else "")
 
     def lacking(self, text: str) -> list[str]:
@@ -103,8 +104,12 @@ class ReadingEntry(RewardEntry):
         return missing_characters(text, packaged_characters())
 
     def remedy_for(self, characters: Sequence[str], name: str) -> str:
-        """The language of rapidocr that has the scripts of the characters."""
-        return remedy_for(characters, f"rewards.{name}.")
+        """The language of rapidocr that has the scripts of the characters; of PaddleOCR's, whose names depend on
+        `detect`, none is proposed."""
+        key = f"rewards.{name}." if name else ""
+        if self.engine == "paddleocr":
+            return f"set {key}language to one of PaddleOCR's that has them, or use another text"
+        return remedy_for(characters, key)
 
 
 Reads = TypeVar("Reads", bound=ReadingEntry)
@@ -167,13 +172,15 @@ class ReadingScorer(PackageScorer[Reads]):
             "bad_item",
             f"the reader of {self.options.scorer} has no {some_of(lacking)} in its dictionary, for the text "
             f"{' / '.join(asked)!r}; "
-            f"{remedy_for(lacking)}",
+            f"{self.options.remedy_for(lacking, '')}",
         )
 
     def _characters(self) -> frozenset[str] | None:
         """The characters that the loaded engine can return; None if it does not list them."""
         if self._known is None and self._engine is not None and hasattr(self._engine, "cfg"):
             self._known = _characters_of(self._engine)
+        if self._known is None and self._paddle is not None and (entries := self._paddle.characters()):
+            self._known = _comparable(entries)
         return self._known
 
     def find_lines(self, crops: Sequence[Pixels]) -> list[list[FoundLine]]:
@@ -277,10 +284,13 @@ def packaged_characters() -> frozenset[str]:
 
 
 def _characters_of(engine: Any) -> frozenset[str]:
-    """The characters that the recogniser of a `rapidocr.RapidOCR` can return, in the normal form of comparisons, and
-    their small letters."""
-    decoder = engine._load_rec_model().postprocess_op
-    characters = folded(" ".join(entry for entry in decoder.character if entry != "blank"))
+    """The characters that the recogniser of a `rapidocr.RapidOCR` can return."""
+    return _comparable(engine._load_rec_model().postprocess_op.character)
+
+
+def _comparable(entries: Sequence[str]) -> frozenset[str]:
+    """The characters of a dictionary in the normal form of comparisons, and their small letters."""
+    characters = folded(" ".join(entry for entry in entries if entry != "blank"))
     return frozenset(characters + characters.casefold())
 
 

@@ -34,6 +34,8 @@ class StyleReward(RewardEntry):
     image_encoder: Text = "google/siglip-so400m-patch14-384"
     """Hub id or folder of a SigLIP or CLIP; "tiny" is the one in the package. An encoder other than the one the
     adapter is trained on is harder to exploit."""
+    weights_variant: Text | None = None
+    """Variant of the encoder's weight files to read where it has them: "fp16" for `*.fp16.safetensors`."""
     gate: Unit = 0.5
     """Reading (as of the ocr reward) from which the similarity counts in full, below it in proportion; 0 disables
     reading."""
@@ -61,7 +63,8 @@ class StyleScorer(PackageScorer[StyleReward]):
     def __init__(self, options: StyleReward) -> None:
         self._reader = OcrReward(detect=options.detect, threads=options.threads).make() if options.gate else None
         reading = f" {self._reader.spec.revision}" if self._reader else ""
-        super().__init__(options, f"{options.image_encoder} 2 gate={options.gate}{reading}")  # 2: CLIP's normalization
+        encoder = options.image_encoder + (f" {options.weights_variant}" if options.weights_variant else "")
+        super().__init__(options, f"{encoder} 2 gate={options.gate}{reading}")  # 2: CLIP's normalization
         self._encoder: ImageEncoder | None = None
 
     def load(self, device: str) -> None:
@@ -72,7 +75,8 @@ class StyleScorer(PackageScorer[StyleReward]):
         """
         from retouch.image_encoder import ImageEncoder
 
-        self._encoder = ImageEncoder.load(model_path(self.options.image_encoder), where="image_encoder", resident=True)
+        path, variant = model_path(self.options.image_encoder), self.options.weights_variant
+        self._encoder = ImageEncoder.load(path, where="image_encoder", variant=variant, resident=True)
         self._encoder.to(device)
         if self._reader is not None:
             self._reader.load(device)
