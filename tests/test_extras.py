@@ -13,6 +13,7 @@ import logging
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,13 @@ def test_no_command_asks_for_torchvision() -> None:
     for message, shown in (("`CLIPImageProcessor` requires torchvision (not installed); falling back", False),
                            ("another warning", True)):  # fmt: skip
         assert bool(logger.filter(logger.makeRecord(logger.name, logging.WARNING, "", 0, message, (), None))) is shown
+
+
+@pytest.mark.parametrize("method", ["gradient_checkpointing", "gradient_checkpointing_enable"])
+def test_deprecations_that_only_trl_can_answer_are_not_shown(method: str) -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        _silence_libraries()
+        warnings.warn(f"`{method}` is deprecated and will be removed in v6.", FutureWarning, stacklevel=1)
+        warnings.warn("`another` is deprecated", FutureWarning, stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["`another` is deprecated"]

@@ -74,6 +74,8 @@ LINES = {
     ],
     "--rl_method kto --model_type sd3": ["RUN.yaml", "algorithm.name=kto", "model.family=sd3"],
     "--learning_rate 1e-4 --use_8bit_adam run.yaml": ["run.yaml", "optimizer.lr=1e-4"],
+    "mine.yaml --rl_kl_beta 0.1 --nft_beta 0.5": ["mine.yaml", "algorithm.kl_weight=0.1", "algorithm.mix=0.5"],
+    "--rl_kl_beta 0.1": ["configs/flux_fill_sft.yaml"],
 }
 DATA = ("", "--train_data_json x.json", "--siglip_path s", "--siglip_path s --train_data_json x.json",
         "--initial_ip_adapter_path a.bin")  # fmt: skip

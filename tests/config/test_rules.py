@@ -67,6 +67,11 @@ ELEMENTS = [
     ("optimizer.betas", "[0.9]", "optimizer.betas.1: required and not set"),
     (
         "logging.sinks",
+        "tensorboard",
+        "logging.sinks: given 'tensorboard'; expected a list; set logging.sinks=[tensorboard]",
+    ),
+    (
+        "logging.sinks",
         "[mlflow]",
         "logging.sinks.0: given 'mlflow'; input should be 'tensorboard', 'wandb' or 'trackio'",
     ),

@@ -132,7 +132,8 @@ def _is_not_of_torchvision(record: logging.LogRecord) -> bool:
 
 
 _OF_LIBRARIES = (
-    "`(is_)?gradient_checkpointing` is deprecated",  # TRL's own use of transformers
+    # TRL's own use of transformers
+    "`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated",
     "Could not find a config file in",  # PEFT, of a language model inside a diffusion pipeline
 )
 

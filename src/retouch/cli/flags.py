@@ -185,9 +185,10 @@ def _overrides(given: Mapping[str, str], kind: str, named: str) -> tuple[list[st
         named: algorithm of the published file.
     """
     algorithm = _algorithm(given)
-    options = ALGORITHMS[algorithm].model_fields if algorithm in ALGORITHMS else {}
-    typed, unread = list[str](), list[str]()
     chosen = algorithm != named if kind else not {"use_rl", "rl_method"}.isdisjoint(given)
+    # a run file of one's own has its own algorithm, unless a flag names one
+    options = ALGORITHMS[algorithm].model_fields if algorithm in ALGORITHMS and (kind or chosen) else {}
+    typed, unread = list[str](), list[str]()
     if chosen:
         typed.append(f"algorithm.name={algorithm}")
     if not kind and "model_type" in given:

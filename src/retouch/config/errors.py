@@ -56,6 +56,8 @@ def _line(kind: str, problem: Any, root: type[BaseModel]) -> str:
         return f"{key}: unknown key; {nearest(str(loc[-1]), model.model_fields if model else (), former)}"
     if kind in _NOT_A_SECTION:
         return f"{key}: given {problem['input']!r}; expected a section; write its keys as {{key: value}}"
+    if kind == "list_type" and isinstance(text := problem["input"], str):
+        return f"{key}: given {text!r}; expected a list; set {key}=[{text}]"
     if kind == "union_tag_not_found":
         return f"{key}: the kind is missing; set {key}.{problem['ctx']['discriminator'].strip(chr(39))}"
     if kind == "union_tag_invalid":
