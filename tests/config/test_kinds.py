@@ -47,8 +47,8 @@ def test_ppo_over_a_file_of_grpo_is_ppo(tmp_path: Path, caplog: pytest.LogCaptur
     [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert line == (
         "algorithm.name: given 'ppo' over 'grpo', which replaces the section: dropped algorithm.clip_range, "
-        "algorithm.old_log_probs, algorithm.advantage_clip, algorithm.baseline, algorithm.scale, algorithm.kl_weight; "
-        "kept algorithm.sft_steps; to use a dropped key, set it in the same command"
+        "algorithm.old_log_probs, algorithm.advantage_clip, algorithm.baseline, algorithm.scale, algorithm.kl_weight, "
+        "algorithm.kl_mode; kept algorithm.sft_steps; to use a dropped key, set it in the same command"
     )
 
 

@@ -159,7 +159,8 @@ def test_a_server_for_each_set_of_devices(monkeypatch: pytest.MonkeyPatch, tmp_p
     with serving({"read": Brightness(), "like": Brightness(), "fit": Brightness()}) as url:
 
         class Server:
-            def __init__(self, scorers: Mapping[str, Any], log: Path, one_each: Sequence[str]) -> None:
+            def __init__(self, scorers: Mapping[str, Any], log: Path, one_each: Sequence[str], spending: Path) -> None:
+                assert spending == tmp_path / "judge-spending"
                 started[log.name] = (list(scorers), tuple(one_each))
 
             def urls(self) -> list[str]:

@@ -50,6 +50,7 @@ class Ledger:
         self._own = folder / f"{uuid.uuid4().hex}.json"
         self._written: Spent = (0, 0, 0)
         self._next_look = 0.0
+        self._ignored = set[Path]()
         self.others = self._read()
 
     def exchange(self, own: Spent, *, now: bool = False) -> None:
@@ -71,19 +72,25 @@ class Ledger:
         self.others = self._read()
 
     def _read(self) -> Spent:
-        counts = [_count_in(file) for file in self.folder.glob("*.json") if file != self._own]
-        return tuple(map(sum, zip((0, 0, 0), *counts, strict=True)))  # type: ignore[return-value]
+        total = (0, 0, 0)
+        for file in self.folder.glob("*.json"):
+            count = _count_in(file) if file != self._own else (0, 0, 0)
+            if count is not None:
+                total = (total[0] + count[0], total[1] + count[1], total[2] + count[2])
+            elif file not in self._ignored:
+                self._ignored.add(file)
+                logger.warning("%s: not a count of requests; it is ignored", file)
+        return total
 
 
-def _count_in(file: Path) -> Spent:
-    """The count in a file of another process; 0 for a file that holds none."""
+def _count_in(file: Path) -> Spent | None:
+    """The count in a file of another process; None for a file that holds none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = plain_json.loads(read_bounded(file, _MOST_BYTES))
-        counts = tuple(found[key] for key in _KEYS)
-        if all(type(count) is int and count >= 0 for count in counts):
-            return counts  # type: ignore[return-value]
-    logger.warning("%s: not a count of requests; it is ignored", file)
-    return (0, 0, 0)
+        requests, tokens_in, tokens_out = (found[key] for key in _KEYS)
+        if all(type(count) is int and count >= 0 for count in (requests, tokens_in, tokens_out)):
+            return requests, tokens_in, tokens_out
+    return None
 
 
 @dataclass
