@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from retouch.config import load_run
 from retouch.config.base import Section
+from retouch.config.run import OptimizerConfig
 from retouch.families.loading import tiny_path
 
 SECTIONS = ("model", "rollout", "algorithm", "rewards", "optimizer", "ema", "training")
@@ -46,6 +47,9 @@ def _first_names(value: object) -> Any:
             firsts = {now: first for first, now in values.get(key, {}).items()}
             one = _first_names(getattr(value, key))
             given[names.get(key, key)] = firsts.get(one, one) if isinstance(one, str) else one
+        if isinstance(value, OptimizerConfig) and value.global_batch_size:
+            # on the one process of a benchmark a step of so many rows is, bit for bit, one of so many micro-batches
+            given["gradient_accumulation"] = given.pop("global_batch_size") // value.batch_size_per_device
         return given
     if isinstance(value, Mapping):
         return {str(key): _first_names(one) for key, one in cast("Mapping[object, object]", value).items()}

@@ -192,8 +192,7 @@ def test_completions_go_to_rows_that_said_another_colour() -> None:
 def test_a_run_of_one_step_is_trained_and_summarised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole script: the answers that it draws again are those of the run's evaluations."""
     file = tmp_path / "short.yaml"
-    sizes = "algorithm: {trl: {per_device_train_batch_size: 8}}\noptimizer: {global_batch_size: 8}\n"
-    short = sizes + "training: {max_steps: 1, checkpoint_every: 1}\n"
+    short = "algorithm: {trl: {per_device_train_batch_size: 8}}\ntraining: {max_steps: 1, checkpoint_every: 1}\n"
     file.write_text(f"extends: {vlm_edit.CONFIGS['adapter']}\n{short}evaluation: {{num_examples: 8}}\n")
     monkeypatch.setitem(vlm_edit.CONFIGS, "adapter", file)
     for half, count in (("train", 8), ("held_out", 8)):
