@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from retouch.algorithms.grpo import recipe as grpo
+from retouch.algorithms.grpo.config import GrpoConfig
 from retouch.algorithms.grpo.recipe import step_spans
 from retouch.algorithms.train import recipe
 from retouch.config import ConfigError, RunConfig
@@ -219,6 +220,26 @@ def test_steps_per_forward_changes_memory_not_gradients(config: Config, spans: i
     apart_weights = weights(apart)
     for name, t in weights(together).items():
         torch.testing.assert_close(apart_weights[name], t, atol=2e-5, rtol=0)
+
+
+def test_the_loss_of_a_span_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three trained steps of two rows, one of weight 0, of a step whose weights sum to 4: the KL alone, with
+    means m and a reference of 0 at a std of 1, is m² / 2; the span counts as 2/3 of the row."""
+    means = torch.tensor([0.2, 0.4, 5.0, 5.0]).view(4, 1, 1, 1)
+    log_probs, one = torch.zeros(4), torch.ones(4)
+    now = grpo.Replay(log_probs, means, one, None, -one, None)
+    monkeypatch.setattr(grpo, "replay", lambda *_: now)
+    zeros = {"log_probs": log_probs, "reference_means": torch.zeros(4, 1, 1, 1)}
+    rows: Any = SimpleNamespace(
+        weight=torch.tensor([1.0, 0.0]), advantages=torch.zeros(2), steps=3, spanned=lambda name, *_: zeros[name]
+    )
+    step: Any = SimpleNamespace(total=torch.tensor(4.0), old=lambda now, then: then, off_policy=lambda *_: {})
+    run: Any = SimpleNamespace(engine=SimpleNamespace(device="cpu"))
+    loss, values, counted = grpo.surrogate(run, GrpoConfig(kl_weight=3.0), rows, step, torch.arange(2), range(2))
+    kl = (0.2**2 + 0.4**2) / 2 / 2
+    assert float(values["kl"]) == pytest.approx(kl)
+    assert float(loss) == pytest.approx(3.0 * kl / 4 * 2 / 3)
+    assert float(counted) == pytest.approx(2 / 3)
 
 
 def test_metrics_count_a_span_by_its_steps(config: Config) -> None:

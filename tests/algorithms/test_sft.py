@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from retouch.algorithms.sft.config import SftConfig
 from retouch.algorithms.train import recipe
 from retouch.config import ConfigError, RunConfig
 from retouch.data.sampler import (
@@ -151,6 +153,27 @@ def test_a_row_without_caption_is_one_of_the_empty_prompt(config: Config, monkey
     for other in (half, none):
         assert all(torch.equal(whole[i], other[i]) for i in (3, 4, 5))
         assert all(torch.equal(t, other[6].tensors[n]) for n, t in whole[6].tensors.items() if n != "text")
+
+
+class Seen(Exception):
+    """Which rows would be encoded without a caption."""
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_the_share_of_rows_without_caption(share: float) -> None:
+    def encode(positions: list[int], device: str, uncaptioned: list[bool]) -> None:
+        raise Seen(sum(uncaptioned))
+
+    data: Any = SimpleNamespace(images=lambda chosen, *_: torch.zeros(len(chosen), 1, 1, 1), conditions=encode)
+    run = SimpleNamespace(engine=SimpleNamespace(device="cpu", rank=0), clock=None)
+    session: Any = SimpleNamespace(run=run, progress=SimpleNamespace(step=0))
+    rows = torch.arange(400)
+    step: Any = SimpleNamespace(rows=rows, seeds=rows.tolist())
+    with pytest.raises(Seen) as caught:
+        supervised.supervised_loss(
+            session, data, SftConfig(caption_dropout=share), step, rows, rows.tolist(), shifted=True
+        )
+    assert caught.value.args[0] == pytest.approx(400 * share, abs=35)  # four standard deviations
 
 
 EMPTY = (Image.new("RGB", (64, 32)), Image.new("L", (64, 32), 255))

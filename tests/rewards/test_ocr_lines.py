@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,25 @@ def test_lines_are_read_at_their_places(line_ocr: OcrScorer) -> None:
     right, wrong = scorer.score(items)
     assert isinstance(right, Score) and right.value == 1.0 and right.detail["text"] == "BERU / MOKA"
     assert isinstance(wrong, Score) and wrong.value < 0.3
+
+
+class Recognizer:
+    """Stands in for the recogniser of rapidocr: its settings, and a reading of each image."""
+
+    def __init__(self) -> None:
+        self.rec_image_shape, self.rec_batch_num = [3, 48, 320], 6
+
+    def __call__(self, given: Any) -> Any:
+        return SimpleNamespace(txts=[f"{self.rec_image_shape[2]}"] * len(given.img), scores=[0.5] * len(given.img))
+
+
+def test_a_crop_that_is_read_leaves_the_recognizer_as_it_was() -> None:
+    scorer, shared = OcrLinesReward().make(), Recognizer()
+    scorer._engine = SimpleNamespace(_load_rec_model=lambda: shared)
+    before = dict(vars(shared))
+    crops = [np.zeros((48, width, 3), np.uint8) for width in (660, 100, 660)]
+    assert [text for text, _ in scorer.read_lines(crops)] == ["672", "128", "672"]
+    assert vars(shared) == before
 
 
 @pytest.mark.full
