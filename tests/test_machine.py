@@ -36,7 +36,7 @@ ENTRY = """
 import os, sys
 import retouch.cli as cli
 assert "torch" not in sys.modules  # its OpenMP reads the variable when it is loaded
-cli.app = lambda **_: print(os.environ["OMP_WAIT_POLICY"])
+cli._called = lambda name: lambda **_: print(os.environ["OMP_WAIT_POLICY"])
 cli.main()
 """
 
@@ -73,7 +73,7 @@ def work(**_):
     for _ in range(100):
         a + b
     print(time.process_time() - started)
-cli.app = work
+cli._called = lambda name: work
 cli.main()
 """
 """Two threads that share one core, as on a machine that other programs keep busy."""

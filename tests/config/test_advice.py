@@ -87,7 +87,7 @@ FIRES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (*FLUX, "algorithm.kl_weight=4e-3", "algorithm.kl_mode=flow_grpo"),
     ),
     "kl_weight of DiffusionNFT": (
-        ("algorithm={name: nft, kl_weight: 0.2}",),
+        ("algorithm={name: nft, kl_weight: 0.4}",),
         ("algorithm={name: nft, kl_weight: 0.01}",),
     ),
     "kl_weight of a VLM": (

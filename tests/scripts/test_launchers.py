@@ -395,7 +395,7 @@ def test_two_processes_of_the_package_note_their_codes(tmp_path: Path) -> None:
     script.write_text(
         "import sys, retouch.cli as cli\n"
         "def stop(*a, **k): raise cli.typer.Abort()\n"
-        "cli.app = stop\n"
+        "cli._called = lambda name: stop\n"
         "import os, torch.distributed as d\n"
         "d.init_process_group('gloo'); d.barrier()\n"
         "cli.main()\n",
@@ -430,7 +430,7 @@ def test_a_process_whose_neighbour_is_killed_ends_with_one_line(tmp_path: Path) 
         "    d.init_process_group('gloo'); d.barrier()\n"
         "    if d.get_rank(): os.kill(os.getpid(), 9)\n"
         "    d.all_reduce(torch.zeros(1))\n"
-        "cli.app = reduce\n"
+        "cli._called = lambda name: reduce\n"
         "cli.main()\n",
         encoding="utf-8",
     )

@@ -59,7 +59,7 @@ KL_WEIGHTS: Mapping[str, Published] = {
     "flow_grpo": Published(0.01, 0.04, "Flow-GRPO on SD3.5"),
     "flow_grpo of embedded guidance": Published(4e-4, 4e-3, "Flow-GRPO issues 110 and 204: FLUX collapses at 0.04"),
     "exact": Published(0.0, 0.04, "Flow-GRPO, whose KL is the smaller one"),
-    "nft": Published(1e-4, 0.1, "DiffusionNFT and Flow-Factory up to 2e-3, our tiny runs up to 0.1"),
+    "nft": Published(1e-4, 0.2, "DiffusionNFT and Flow-Factory up to 2e-3, our tiny runs up to 0.2"),
     "vlm": Published(1e-3, 0.04, "TRL"),
 }
 """KL -> weights above 0."""
