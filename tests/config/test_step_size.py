@@ -69,7 +69,7 @@ def test_both_at_once_are_refused(problems: Callable[..., list[str]]) -> None:
     (line,) = problems("optimizer.gradient_accumulation=8", "optimizer.global_batch_size=64")
     assert line == (
         "small.yaml: optimizer.gradient_accumulation: given 8 beside optimizer.global_batch_size 64, which already "
-        "says how many rows a step has; leave one of them out"
+        "sets the rows of a step; leave one of them out"
     )
 
 

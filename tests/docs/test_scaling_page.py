@@ -145,7 +145,9 @@ def test_numbers_in_the_text(released: Path) -> None:
     [network] = [part for part in report["parts"] if part["what"] == "network, trained"]
     read = f"A process first reads the whole network: {network['bytes'] / 1e9:.1f} GB of host memory each"
     assert read in " ".join(PAGE.split())
-    large = derive(load_run(str(REPOSITORY / FULL), ["rollout.global_groups_per_batch=64", "optimizer.global_batch_size=512"]), 64)
+    large = derive(
+        load_run(str(REPOSITORY / FULL), ["rollout.global_groups_per_batch=64", "optimizer.global_batch_size=512"]), 64
+    )
     assert "512 images a batch, 16 an epoch for each of 64 processes, and steps of 512" in " ".join(PAGE.split())
     numbers = (large.global_images_per_rollout_batch, large.images_per_epoch_per_device, large.global_rows_per_step)
     assert numbers == (512, 16, 512)

@@ -126,8 +126,8 @@ def _idle_clip(run: RunConfig, world_size: int) -> str | None:
 
 
 def _clip_below_rounding(run: RunConfig, world_size: int) -> str | None:
-    """In bf16 the recorded log-probabilities round otherwise than those of training, under guidance by more than any
-    clip range: the samples of each step after the first leave it at random."""
+    """In bf16 the recorded log-probabilities have another rounding than those of training, under guidance a larger one
+    than any clip range: the samples of each step after the first leave it at random."""
     algorithm = _sampled(run)
     if algorithm is None or getattr(algorithm, "old_log_probs", None) != "recorded":
         return None

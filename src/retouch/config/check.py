@@ -93,7 +93,7 @@ def _step_size(run: RunConfig) -> None:
     if given is not None and run.optimizer.global_batch_size is not None:
         raise ValueError(
             f"optimizer.gradient_accumulation: given {given} beside optimizer.global_batch_size "
-            f"{run.optimizer.global_batch_size}, which already says how many rows a step has; leave one of them out"
+            f"{run.optimizer.global_batch_size}, which already sets the rows of a step; leave one of them out"
         )
 
 

@@ -146,7 +146,7 @@ class OptimizerConfig(Section):
     steps as it has batches of this size, with the same images in each. Null takes batch_size_per_device x
     gradient_accumulation x processes."""
     gradient_accumulation: Count | None = Field(default_factory=_accumulated)
-    """Micro-batches of one optimizer step on each process, so that more processes take fewer and larger steps; 4 unless
+    """Micro-batches of one optimizer step on each process: more processes take fewer and larger steps. 4 unless
     global_batch_size is given."""
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     """Action when an optimizer step runs out of device memory. "halve" repeats it, and all later steps, with half the

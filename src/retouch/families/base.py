@@ -77,7 +77,7 @@ class FamilySpec:
         tokenizer_in_processor: whether the tokenizer is in processor/ too, and there is no tokenizer/.
         released: component -> config of the network at its released size, to count weights without files.
         hub_ids: released models, of these sizes.
-        writes_words: whether a released model writes some words right, so that RL on a reader has something to raise.
+        writes_words: whether a released model writes some words right; RL on a reader raises nothing else.
         doubles_for_guidance: whether a guidance_scale above 1 doubles the network forwards (classifier-free guidance);
             false where the scale is embedded. `ModelSection.doubles_for_guidance` also reads the run file.
         edits_without_mask: whether it takes a source without a mask although it needs neither.
