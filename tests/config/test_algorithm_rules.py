@@ -622,25 +622,3 @@ def test_a_clip_range_that_never_clips_is_a_warning(name: str, run_with: RunWith
     )
     assert len(warned(0.01)) == 1 and warned(0.009) == warned(1e-4) == []
     assert warned(0.2, ", log_prob_mode: cps", "rollout.step_rule=cps") == []  # its log-probabilities have no std
-
-
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_recorded_log_probabilities_of_guided_bf16_are_a_warning(name: str, run_with: RunWith) -> None:
-    """With several optimizer steps an epoch: the first has ratios of 1 whatever rounds."""
-    rows = "optimizer={batch_size_per_device: 8, gradient_accumulation: 1}"
-    bf16 = ("model.dtype=bf16", "training.mixed_precision=bf16")
-
-    def warned(*overrides: str, old: str = "recorded") -> list[str]:
-        algorithm = f"algorithm={{name: {name}, old_log_probs: {old}}}"
-        run = run_with(SD, "rewards={seam: {}}", rows, algorithm, *overrides)
-        return [line for line in warnings_of(run) if line.startswith("algorithm.old_log_probs: ")]
-
-    [line] = warned(*bf16, "rollout.guidance_scale=5")
-    assert line.startswith(
-        "algorithm.old_log_probs: given 'recorded' with bf16, guidance 5 and 8 optimizer steps an epoch"
-    )
-    assert warned(*bf16) != []  # the model's own guidance
-    assert warned(*bf16, "rollout.guidance_scale=5", old="recomputed") == []
-    assert warned(*bf16, "rollout.guidance_scale=1") == []
-    assert warned("model.dtype=fp32", "training.mixed_precision=no", "rollout.guidance_scale=5") == []
-    assert warned(*bf16, "rollout.guidance_scale=5", "optimizer.gradient_accumulation=8") == []

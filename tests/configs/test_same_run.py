@@ -11,9 +11,8 @@ import pytest
 from retouch.config import ConfigError, load_run
 from retouch.config.advice import ADVICE, advice
 from retouch.config.derived import numbers
-from retouch.config.load import read_yaml
 
-from .conftest import CONFIGS, RUNS, VLM_RUNS, name_of
+from .conftest import RUNS, VLM_RUNS, name_of
 
 FILES = [*RUNS, *(path for path in VLM_RUNS if path.parent.name != "tiny")]
 """A tiny text encoder has all completions of a step in one forward of one process."""
@@ -23,27 +22,6 @@ SAME = (
     *("global_completions_per_step", "global_completions_per_generation", "optimizer_steps_per_generation"),
 )
 """Numbers of a run that do not depend on how many processes share it, of either trainer."""
-
-PENDING: dict[str, set[str]] = {
-    f"{name}.yaml": {warning}
-    for warning, names in {
-        "sampling_judge": (
-            *("flux2_klein_grpo", "flux2_klein_nft", "flux_kontext_grpo", "flux_kontext_nft", "qwen_image_edit_grpo"),
-            *("qwen_image_edit_nft", "qwen_image_edit_2511_grpo", "qwen_image_edit_2511_nft"),
-        ),
-        "learning_rate": (
-            *("flux_fill_ip_grpo", "flux_fill_ip_nft", "flux_fill_ip_vlm_ocr_grpo", "qwen_image_ip_grpo"),
-            *("qwen_image_ip_nft", "sd_inpaint_ip_nft", "qwen_image_edit_vlm_grpo_full_8gpu"),
-        ),
-        "kl_weight": ("flux_fill_ppo",),
-        "clip_below_rounding": (
-            *("sd_inpaint_grpo", "sd_inpaint_grpo_full", "sd_inpaint_manifest_grpo", "sd_inpaint_manifest_grpo_full"),
-            "sdxl_inpaint_grpo",
-        ),
-    }.items()
-    for name in names
-} | {"sd_inpaint_ip_grpo.yaml": {"learning_rate", "clip_below_rounding"}}
-"""File -> warnings that end with settings which are about to change: then with this table."""
 
 
 def of_processes(path: Path, world_size: int) -> dict[str, Any] | str:
@@ -80,7 +58,7 @@ def test_its_warnings_have_a_reason_in_the_file(path: Path) -> None:
     run, own, all_of_them = load_run(path), reasons(path), reasons(path, inherited=True)
     assert {*own} <= {*ADVICE} and all(len(reason.split()) > 3 for reason in own.values())
     for world_size in PROCESSES:
-        found = {*advice(run, world_size)} - PENDING.get(name_of(path), set())
+        found = {*advice(run, world_size)}
         assert {*own} <= found <= {*all_of_them}
 
 
@@ -89,8 +67,3 @@ def reasons(path: Path, *, inherited: bool = False) -> dict[str, str]:
     below = re.search(r"^extends: (\S+)", text, re.MULTILINE) if inherited else None
     found = reasons(path.parent / below[1], inherited=True) if below else {}
     return {**found, **dict(re.findall(r"^ *# warned: (\w+): (.+)$", text, re.MULTILINE))}
-
-
-def test_no_warning_is_pending_that_a_file_does_not_have() -> None:
-    assert PENDING.keys() <= {name_of(path) for path in FILES}
-    assert all(read_yaml(CONFIGS / name) for name in PENDING)

@@ -107,24 +107,6 @@ class GrpoConfig(AdvantageConfig):
                 "rollout.window"
             )
 
-        yield from self._advice_on_rounding(run)
-
-    def _advice_on_rounding(self, run: RunConfig) -> Iterator[str]:
-        """Recorded log-probabilities of guided bf16 rollouts differ from those of the training forwards by more than
-        the clip range (docs/scaling.md has the measurement), and the later steps of an epoch clip at random."""
-        rollout, model = run.rollout, run.model
-        scale = model.guidance_scale if rollout.guidance_scale is None else rollout.guidance_scale
-        in_bf16 = "bf16" in (model.dtype, run.training.mixed_precision)
-        if self.old_log_probs == "recomputed" or not in_bf16 or model.forwards_of_guidance(scale) < 2:
-            return
-        steps = self.derive(run, 1).optimizer_steps_per_epoch
-        if steps > 1:
-            yield (
-                f"algorithm.old_log_probs: given 'recorded' with bf16, guidance {scale:g} and {steps} optimizer steps "
-                "an epoch on one process: rounding alone moves ratios beyond clip_range after the first step; set "
-                "algorithm.old_log_probs=recomputed, or fp16 in model.dtype and training.mixed_precision"
-            )
-
     def check(self, run: RunConfig, key: str = "") -> None:
         super().check(run)
         self._check_noise(run)
