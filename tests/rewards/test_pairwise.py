@@ -61,7 +61,7 @@ def test_swapping_the_images_gives_the_mirrored_answer(forward: float, backward:
 
 
 def test_a_crop_is_not_compared_with_a_whole_reference_without_a_warning() -> None:
-    judge: dict[str, Any] = {"model": "judge", "crop": "mask_box"}
+    judge: dict[str, Any] = {"model": "judge", "crop": "mask_box", "address": "http://127.0.0.1:1/v1"}  # of no cost
     entries = [
         PairwiseReward(**judge, against="reference"),
         UnifiedRewardReward(**judge, form="pair", against="reference"),
