@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from retouch.disk import writing
 from retouch.errors import ConfigError, NotReproduced
 
 app = typer.Typer()
+logger = logging.getLogger(__name__)
 
 
 @app.command(
@@ -33,8 +35,20 @@ def train(
     start_logging(verbose)
     from retouch.algorithms import train as recipes
 
+    if os.environ.get("RANK", "0") == "0":
+        _log_cost(config)
     with writing(Path(config.logging.dir) / config.name):
         typer.echo(f"done: {recipes.train(config)}")
+
+
+def _log_cost(config: Any) -> None:
+    """What the run costs on the GPUs of this machine, or on the default one where there is none that is known."""
+    from retouch.config.cost import DEFAULT_GPU, cost, cost_lines, known_peak
+    from retouch.doctor.machine import nvidia_smi
+
+    gpu = next((name for name in nvidia_smi() if known_peak(name)), DEFAULT_GPU)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    logger.info("\n".join(cost_lines(config, cost(config, processes, gpu))))
 
 
 @app.command()
@@ -70,10 +84,13 @@ def check(
     accelerate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Accelerate configuration of a vlm_grpo run, for --memory.")
     ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU of the cost: h100, h200, a100, l40s, b200 or 4090.")] = "h200",
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Check a run file and print its derived numbers, without loading models."""
+    """Check a run file and print its derived numbers and its cost, without loading models."""
+    from retouch.config.cost import cost, cost_lines
+
     config = load_run(run, overrides or [], trust=trust or None)
     require_trainable(config)
     if accelerate is not None and not memory:
@@ -88,11 +105,13 @@ def check(
         launch = read_launch(accelerate)
     launched: int = 1 if launch is None else launch.processes
     processes = launched if world_size is None else world_size
-    derived = numbers(config, processes).as_dict()
+    derived, price = numbers(config, processes).as_dict(), cost(config, processes, gpu)
     counted = _memory(config, processes, launch) if memory else None
     advice = warnings_of(config)
     if as_json:
-        more: dict[str, Any] = {"warnings": advice} if counted is None else {"warnings": advice, "memory": counted}
+        more: dict[str, Any] = {"cost": price.as_dict(), "warnings": advice}
+        if counted is not None:
+            more["memory"] = counted
         if config.rollout.preset is not None:
             more["preset"] = {key: has for key, (has, _) in preset_values(config).items()}
         typer.echo(json.dumps({"config": config.model_dump(mode="json"), "derived": derived, **more}, indent=2))
@@ -101,7 +120,7 @@ def check(
     typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {kind}, {config.algorithm.name})")
     for name, value in derived.items():
         typer.echo(f"  {name.replace('_', ' '):32} {value:g}")
-    for line in preset_lines(config):
+    for line in (*preset_lines(config), *cost_lines(config, price)):
         typer.echo(f"  {line}")
     if counted is not None:
         from retouch.doctor.memory import memory_table

@@ -120,7 +120,7 @@ def _numbers(version: str) -> list[int]:
 
 def find_gpus() -> Gpus:
     """The GPUs by torch and by `nvidia-smi`."""
-    installed = _nvidia_smi()
+    installed = nvidia_smi()
     if importlib.util.find_spec("torch") is None:
         return Gpus([], installed, None)
     try:
@@ -138,7 +138,8 @@ def find_gpus() -> Gpus:
     return Gpus(usable, installed, str(torch.__version__), failing=failing)
 
 
-def _nvidia_smi() -> list[str]:
+def nvidia_smi() -> list[str]:
+    """Names of the GPUs that `nvidia-smi` lists."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

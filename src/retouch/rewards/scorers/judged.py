@@ -17,9 +17,12 @@ from pydantic import Field, model_validator
 from retouch import plain_json
 from retouch.config.base import Count, Names, NonNegative, Positive
 from retouch.errors import ConfigError, RewardOutage, shown
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.addresses import is_local
+from retouch.rewards.base import PackageScorer, Question, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import (
+    AUTO,
+    DEFAULT_MODEL,
     KEY_VARIABLE,
     Budget,
     BudgetSpent,
@@ -39,6 +42,10 @@ Answer = TypeVar("Answer")
 
 ADDRESS_VARIABLES = ("JUDGE_URL", "JUDGE_ADDRESS", "OPENAI_BASE_URL")
 """Environment variables by which published run files read the address of a judge."""
+
+
+LIST_PRICE = (2.5, 10.0)
+"""Dollars per million tokens of questions and answers of `DEFAULT_MODEL`, for a run file without prices."""
 
 
 class JudgeEntry(RewardEntry):
@@ -77,6 +84,24 @@ class JudgeEntry(RewardEntry):
     timeout_s: Positive = 180.0
     """Deadline of one question in seconds, retries included: `concurrency` times what a busy judge takes for one
     question, which is up to 20 s for a local judge."""
+
+    def questions(self, group_size: int) -> tuple[Question, ...]:
+        return (self._question(),)
+
+    def _question(self, images: int | None = None, **about: Any) -> Question:
+        """A question about as many images; None: the sample and those that it needs."""
+        shown = 1 + len(self.required_images() - {"mask"}) if images is None else images
+        return Question(images=shown, tiled=is_openai(self.address), **about)
+
+    def prices(self) -> tuple[float, float] | None:
+        """Those of the options; without them nothing at an address of this machine, and at OpenAI the list price of its
+        default model."""
+        if self.price_in or self.price_out:
+            return self.price_in, self.price_out
+        if is_local(self.address):
+            return 0.0, 0.0
+        known = is_openai(self.address) and self.model in (AUTO, DEFAULT_MODEL)
+        return LIST_PRICE if known else None
 
     @model_validator(mode="after")
     def _names_a_model(self) -> JudgeEntry:
