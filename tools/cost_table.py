@@ -24,8 +24,16 @@ PAGE = ROOT / "docs/costs.md"
 
 GPUS = 8
 
+GPUS_OF = {"reproduce/flow_grpo_sd35m_ocr": 32, "reproduce/flow_grpo_sd35m_pickscore": 32}
+"""Files whose published run had another number."""
+
 GIVEN = {"JUDGE_URL": "https://api.openai.com/v1", "JUDGE_MODEL": "auto"}
 """Values of variables without which a file is not read; of any other it is a path, which is not looked at."""
+
+COLUMNS = (
+    "file", "images an epoch", "in the run", "forwards an image", "TFLOP a forward", "GPU hours", "per 100 steps",
+    "s an epoch", "judge", "servers", "disk",
+)  # fmt: skip
 
 UNSET = re.compile(r"\$\{(\w+)\} is not set")
 
@@ -37,10 +45,11 @@ HEAD = f"""# What a run costs
 $ retouch check configs/flux_fill_grpo.yaml --world-size 8 --gpu h100
 ```
 
-The table has every run file for a released model, on {GPUS} GPUs of kind H200, as `python tools/cost_table.py` wrote it.
+The table has every run file for a released model, on {GPUS} GPUs of kind H200 (`reproduce/flow_grpo_*`: 32, as
+published), as `python tools/cost_table.py` wrote it.
 
-| file | images an epoch | in the run | forwards an image | TFLOP a forward | GPU hours | per 100 steps | s an epoch | judge | servers | disk |
-|---|---|---|---|---|---|---|---|---|---|---|
+| {" | ".join(COLUMNS)} |
+{"|---" * len(COLUMNS)}|
 """
 
 TAIL = f"""
@@ -59,9 +68,10 @@ TAIL = f"""
   its default model ({LIST_PRICE[0]:g} and {LIST_PRICE[1]:g} dollars per million tokens), with tokens of images by its
   rule and estimated texts. `rewards.NAME.budget_dollars` ends a run before. At an address of your own it costs GPUs.
 - **servers**: reward servers that the run would not wait for: seconds of scoring over seconds of sampling in an epoch.
-  Text is read in {SECONDS_A_PAGE:g} s an image on two cores. `RUN_FILE=RUN.yaml scripts/run_server.sh` starts this
-  number, at most one for two cores; `rewards.NAME.url` then names `runs/endpoints.json`. Judges are assumed to answer
-  in {SECONDS_A_QUESTION:g} s, `concurrency` questions at once.
+  Text of an image of 512 x 512 is read in {SECONDS_A_PAGE:g} s on one core (`benchmarks/reading_time.py`).
+  `RUN_FILE=RUN.yaml GPUS=8 scripts/run_server.sh` starts this number, at most one for each core; set
+  `rewards.NAME.url=runs/endpoints.json` then. Judges are assumed to answer in {SECONDS_A_QUESTION:g} s, and
+  `retouch check` prints how many questions must be open at once.
 - **disk**: checkpoints that are kept. Style adapters are counted by `retouch doctor`.
 """
 
@@ -98,7 +108,7 @@ def lines() -> Iterator[str]:
     for path in files():
         run = read(path)
         name = path.relative_to(ROOT / "configs").with_suffix("").as_posix()
-        yield f"| {' | '.join((name, *cells(run, cost(run, GPUS))))} |"
+        yield f"| {' | '.join((name, *cells(run, cost(run, GPUS_OF.get(name, GPUS)))))} |"
 
 
 def cells(run: RunConfig, known: Cost) -> Iterator[str]:
@@ -110,12 +120,16 @@ def cells(run: RunConfig, known: Cost) -> Iterator[str]:
     star = "" if known.measured else "*"
     hours = known.gpu_hours
     yield "?" if hours is None else f"{hours:,.0f}{star}"
-    yield "?" if hours is None else f"{100 * hours / run.training.max_steps:.2g}"
+    yield "?" if hours is None else short(100 * hours / run.training.max_steps)
     yield f"{known.epoch_seconds:,.0f}" if known.epoch_seconds else "-"
     yield "; ".join(judges(known)) or "-"
     yield str(known.replicas) if known.scored else "-"
     size = known.checkpoint_bytes
     yield "?" if size is None else f"{known.checkpoints * size / 2**30:,.0f} GiB"
+
+
+def short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def judges(known: Cost) -> Iterator[str]:

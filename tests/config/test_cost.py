@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from statistics import fmean
 
@@ -12,6 +13,7 @@ from tools import cost_table
 from retouch.config import ConfigError, RunConfig, derive
 from retouch.config.cost import MEASURED, Cost, Forwards, cost, cost_lines, evaluations
 from retouch.rewards.base import Question, tiled_tokens
+from retouch.rewards.scorers.reading import SECONDS_A_PAGE
 from tests.command_line import retouch
 from tests.selection import default
 
@@ -143,7 +145,9 @@ def test_another_gpu_has_the_same_share_of_its_peak(run_with: Run) -> None:
         cost(run, gpu="gtx 1080")
 
 
-@pytest.mark.parametrize("path", default(cost_table.files(), cost_table.files()[::9].__contains__), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", default(cost_table.files(), cost_table.files()[::9].__contains__), ids=lambda path: path.stem
+)
 def test_parts_of_an_image_are_the_forwards_that_check_prints(path: object) -> None:
     """Of which every backward counts as two."""
     run = cost_table.read(path)  # type: ignore[arg-type]
@@ -206,7 +210,7 @@ def test_prices(run_with: Run) -> None:
         ("model: auto, address: 'http://127.0.0.1:8001/v1'", (0.0, 0.0)),
         ("model: auto, address: 'http://judge:8001/v1'", None),
     ):
-        run = run_with("rewards={openai_judge: {%s}}" % options)
+        run = run_with(f"rewards={{openai_judge: {{{options}}}}}")
         assert run.rewards["openai_judge"].prices() == prices
         assert (cost(run).dollars is None) == (prices is None)
 
@@ -215,10 +219,26 @@ def test_replicas_are_as_many_as_are_done_while_an_epoch_is_sampled(run_with: Ru
     run = run_with("model.path=somewhere", "data.resolution=512", "rewards.ocr.url=auto")
     known = cost(run, world_size=8)
     assert known.rollout_seconds is not None
-    assert known.scored["ocr"].seconds == pytest.approx(64 * 0.57)
-    assert known.scored["ocr"].replicas == known.replicas
-    assert (known.replicas - 1) * known.rollout_seconds < 64 * 0.57 <= known.replicas * known.rollout_seconds
+    assert known.scored["ocr"].seconds == pytest.approx(64 * SECONDS_A_PAGE)
+    assert known.scored["ocr"].needed == known.replicas
+    assert (known.replicas - 1) * known.rollout_seconds < 64 * SECONDS_A_PAGE <= known.replicas * known.rollout_seconds
     assert f"{known.replicas} replicas would not be waited for" in "\n".join(cost_lines(run, known))
+
+
+def test_questions_at_once_that_a_run_would_not_wait_for(run_with: Run) -> None:
+    """64 images of one question each, 3 s a question; they are no servers to start."""
+    judge = "rewards={openai_judge: {model: auto, concurrency: 3}}"
+    run = run_with("model.path=somewhere", "data.resolution=512", judge)
+    known = cost(run, world_size=2)
+    assert known.rollout_seconds is not None and known.epoch_seconds is not None
+    (one,) = known.scored.values()
+    assert (one.seconds, one.instances) == (pytest.approx(64 * 3 / (2 * 3)), 6)
+    assert one.needed == math.ceil(64 * 3 / known.rollout_seconds) > 6
+    assert known.replicas == 1
+    assert f"{one.needed} questions at once would not be waited for" in "\n".join(cost_lines(run, known))
+    steps = ["optimizer.gradient_accumulation=4", "algorithm.late_rewards=next_step"]
+    (late,) = cost(run_with("model.path=somewhere", "data.resolution=512", judge, *steps), 2).scored.values()
+    assert late.needed == math.ceil(64 * 3 / known.epoch_seconds)
 
 
 def test_a_toy_model_says_what_is_not_known() -> None:

@@ -286,8 +286,8 @@ def test_the_server_command_exists_and_takes_its_variables() -> None:
     ("variables", "cores", "replicas"),
     [
         ({"GPUS": "1"}, 999, "5"),
-        ({}, 999, "38"),
-        ({"GPUS": "8"}, 5, "3"),  # two cores each
+        ({}, 999, "39"),
+        ({"GPUS": "8"}, 3, "3"),  # a core each
         ({"GPUS": "8", "REPLICAS": "2"}, 999, "2"),
         ({"GPUS": "8", "DEVICES": "0"}, 999, None),  # of a network, whose time is not known
     ],
@@ -299,9 +299,7 @@ def test_the_server_starts_the_replicas_that_a_run_would_not_wait_for(
     own = ["data={format: prompts, path: a, resolution: 512}", "rollout.num_steps=10", "rollout.batches_per_epoch=1"]
     groups = ["rollout.group_size=24", "rollout.global_groups_per_batch=48", "model.max_sequence_length=128"]
     for size in (1, 8):
-        checked = retouch(
-            "check", REPOSITORY / "configs/sd3_grpo.yaml", *own, *groups, "--json", "--world-size", size
-        )
+        checked = retouch("check", REPOSITORY / "configs/sd3_grpo.yaml", *own, *groups, "--json", "--world-size", size)
         (tmp_path / f"{size}.json").write_text(checked.out, encoding="utf-8")
     asked = '[ "$*" = "check a.yaml --world-size $4 --gpu h200 --json" ]'
     executable(tmp_path / "retouch", f"{asked} && cat {tmp_path}/$4.json")
@@ -309,6 +307,10 @@ def test_the_server_starts_the_replicas_that_a_run_would_not_wait_for(
     path = f"{tmp_path}:{os.environ['PATH']}"
     words = shlex.split(dry_run("run_server", PATH=path, RUN_FILE="a.yaml", **variables))
     assert words[words.index("--replicas") + 1 :][:1] == [replicas] if replicas else "--replicas" not in words
+    derived = not {"REPLICAS", "DEVICES"} & variables.keys()
+    assert words[-2:] == (
+        ["--options", '{"ocr": {"threads": 1}}'] if derived else ["--endpoints", "runs/endpoints.json"]
+    )
 
 
 def test_a_run_file_that_cannot_be_checked_starts_no_server(tmp_path: Path) -> None:

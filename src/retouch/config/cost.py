@@ -81,13 +81,15 @@ class Scored:
 
     Attributes:
         seconds: of the instances that the run file names, or of the questions of a judge.
-        instances: those of the run file.
-        replicas: instances that would be done while the epoch is sampled; None for a judge, or without known hours.
+        instances: those of the run file; of a judge, questions that are open at once.
+        needed: instances, or open questions, that would be done while the epoch is sampled; None where that time is not
+            known.
     """
 
     seconds: float
     instances: int
-    replicas: int | None = None
+    needed: int | None = None
+    asks: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Cost:
     @property
     def replicas(self) -> int:
         """Reward servers that the run would not wait for."""
-        return max((one.replicas or 1 for one in self.scored.values()), default=1)
+        return max((one.needed or 1 for one in self.scored.values() if not one.asks), default=1)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "dollars": self.dollars, "replicas": self.replicas}
@@ -150,7 +152,7 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
         unknown.append(f"FLOPs and GPU hours: {run.model.path} has not the sizes that {run.model.family} records")
     network = run.model.spec.networks.get(run.model.spec.network_name, "")
     rate = MEASURED.get(network, SHARE * PEAKS[MEASURED_GPU] / 1e12) * peak / PEAKS[MEASURED_GPU]
-    was = run.model.family in MEASURED_FAMILIES and run.data.size == MEASURED_SIZE and is_measured(gpu)
+    was = run.model.family in MEASURED_FAMILIES and pixels_of(run.data) == MEASURED_SIZE and is_measured(gpu)
     seconds = hours = rollout = None
     if tflop is not None and evaluation_tflop is not None and (images or rows):
         supervised = supervised_forwards(run)
@@ -161,6 +163,7 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
         hours = (trained * tflop + evaluation) / rate / 3600
     if run.algorithm.trains_text_encoder:
         unknown.append("generation and training of the text encoder, which come on top of the GPU hours")
+    overlaps = getattr(run.algorithm, "late_rewards", "wait") == "next_step"  # training, too
     one = saved_bytes(run)
     if one is None:
         unknown.append("checkpoints: retouch doctor counts what is trained here")
@@ -180,7 +183,7 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
         epoch_seconds=seconds,
         rollout_seconds=rollout,
         judges=dict(judges(run, images, evaluated)),
-        scored=dict(scored(run, epoch, world_size, rollout)),
+        scored=dict(scored(run, epoch, world_size, seconds if overlaps else rollout)),
         checkpoints=kept_checkpoints(run),
         checkpoint_bytes=one,
         unknown=tuple(unknown),
@@ -257,9 +260,14 @@ def tflop_of(run: RunConfig, data: Any) -> float | None:
     network, config = spec.networks.get(spec.network_name, ""), spec.released.get(spec.network_name)
     if config is None or network not in flops.FORMS or not run.model.has_released_sizes:
         return None
-    (height, width), strip = data.size, getattr(data, "reference_strip", None) or 0
-    image, text = run.model.network_tokens((height + strip, width), data.has_images)
+    image, text = run.model.network_tokens(pixels_of(data), data.has_images)
     return flops.flops(network, config, image, text) / 1e12
+
+
+def pixels_of(data: Any) -> tuple[int, int]:
+    """(height, width) of the images in the network, with a strip above them."""
+    height, width = data.size
+    return height + (getattr(data, "reference_strip", None) or 0), width
 
 
 def judges(run: RunConfig, images: float, evaluated: float) -> Iterator[tuple[str, Judged]]:
@@ -282,21 +290,23 @@ def images_scored(entry: RewardEntry, images: float, evaluated: float) -> tuple[
     return (images if entry.role == "train" else 0.0), (0.0 if entry.compares_group() else evaluated)
 
 
-def scored(run: RunConfig, epoch: int, world_size: int, rollout: float | None) -> Iterator[tuple[str, Scored]]:
-    """Every trained reward whose time is known, by its name."""
+def scored(run: RunConfig, epoch: int, world_size: int, hidden: float | None) -> Iterator[tuple[str, Scored]]:
+    """Every trained reward whose time is known, by its name.
+
+    Args:
+        hidden: seconds of an epoch during which rewards are scored and nothing waits.
+    """
     for name, entry in run.rewards.items():
         if entry.role != "train" or not epoch:
             continue
         instances = world_size if entry.url is None else len(entry.url) if isinstance(entry.url, list) else 1
         questions = sum(question.number for question in entry.questions(run.rollout.group_size))
         if questions:
-            at_once = instances * getattr(entry, "concurrency", 1)
-            yield name, Scored(epoch * questions * SECONDS_A_QUESTION / at_once, instances)
-        elif seconds := entry.seconds_an_image():
-            all_seconds = epoch * seconds
-            yield name, Scored(
-                all_seconds / instances, instances, math.ceil(all_seconds / rollout) if rollout else None
-            )
+            instances *= getattr(entry, "concurrency", 1)
+        seconds = epoch * (questions * SECONDS_A_QUESTION or entry.seconds_an_image())
+        if seconds:
+            needed = math.ceil(seconds / hidden) if hidden else None
+            yield name, Scored(seconds / instances, instances, needed, bool(questions))
 
 
 def cost_lines(run: RunConfig, known: Cost) -> list[str]:
@@ -334,10 +344,11 @@ def told_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
 
 
 def reward_told(one: Scored) -> str:
-    instances = f"{one.instances} instance" + ("s" if one.instances > 1 else "")
+    kind, more = ("question", "questions at once") if one.asks else ("instance", "replicas")
+    instances = f"{one.instances} {kind}{'s' if one.instances > 1 else ''}" + (" at once" if one.asks else "")
     needed = ""
-    if one.replicas is not None and one.replicas > one.instances:
-        needed = f"; {one.replicas} replicas would not be waited for"
+    if one.needed is not None and one.needed > one.instances:
+        needed = f"; {one.needed} {more} would not be waited for"
     return f"{one.seconds:,.0f} s an epoch of {instances}{needed}"
 
 

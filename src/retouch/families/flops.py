@@ -9,8 +9,7 @@ Legend: D width, image and text: tokens of one sample in the sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Config = Mapping[str, Any]
 
@@ -18,14 +17,13 @@ SINUSOID = 256
 """Width of the sinusoids of a time or guidance scale."""
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """Equal matrices of a network.
 
     Attributes:
         name: end of the module's name.
         rows: vectors of one sample that it multiplies.
-        count: modules.
+        copies: modules.
         kernel: places of a convolution.
     """
 
@@ -33,7 +31,7 @@ class Matrix:
     inputs: int
     outputs: int
     rows: float
-    count: int = 1
+    copies: int = 1
     kernel: int = 1
 
     @property
@@ -42,26 +40,25 @@ class Matrix:
 
     @property
     def weights(self) -> int:
-        return self.count * self.kernel * self.inputs * self.outputs
+        return self.copies * self.kernel * self.inputs * self.outputs
 
     @property
     def sides(self) -> int:
         """Weights of its LoRA for each rank."""
-        return self.count * (self.kernel * self.inputs + self.outputs)
+        return self.copies * (self.kernel * self.inputs + self.outputs)
 
 
-@dataclass(frozen=True)
-class Attention:
+class Attention(NamedTuple):
     """Equal attentions of `queries` to `keys`; `width` is that of all heads."""
 
     width: int
     queries: float
     keys: float
-    count: int = 1
+    copies: int = 1
 
     @property
     def flops(self) -> float:
-        return 4 * self.count * self.width * self.queries * self.keys
+        return 4 * self.copies * self.width * self.queries * self.keys
 
 
 Layers = Iterator[Matrix | Attention]
@@ -86,7 +83,9 @@ OWN, ADDED = ("to_q", "to_k", "to_v", "to_out.0"), ("add_q_proj", "add_k_proj", 
 """Matrices of joint attention: of the image stream, and of the text stream."""
 
 
-def two_streams(d: int, image: int, text: int, count: int, feed: tuple[str, str], modulation: tuple[str, str]) -> Layers:
+def two_streams(
+    d: int, image: int, text: int, count: int, feed: tuple[str, str], modulation: tuple[str, str]
+) -> Layers:
     """Blocks in which image and text have weights of their own and attend to both."""
     for names, mlp, mod, rows in ((OWN, feed[0], modulation[0], image), (ADDED, feed[1], modulation[1], text)):
         yield from attending(names, d, rows, count)

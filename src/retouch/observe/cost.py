@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 COUNTED = ("rollout", "train_forward", "train_backward", "eval")
 """Parts of a step in which the network computes."""
 
+
 class Costs:
     """Counts the forwards of a network by part of the step.
 

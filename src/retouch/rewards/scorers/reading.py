@@ -35,9 +35,9 @@ _BATCH = 16
 _LONGEST = 32  # ratio of the sides of a crop: detection scales the short side up to 736 px, and a sliver takes minutes
 
 
-SECONDS_A_PAGE = 0.57
-"""Seconds in which an instance with two cores finds and reads the lines of an image: detection scales every image to
-much the same size."""
+SECONDS_A_PAGE = 0.54
+"""Seconds in which an instance with one core finds and reads the lines of an image of 512 x 512, by
+benchmarks/results/reading_time.json: the mean of one line and six. An image of 1024 x 1024 takes twice as long."""
 
 _LANGUAGES = {
     "CYRILLIC": "cyrillic", "HANGUL": "korean", "ARABIC": "arabic", "DEVANAGARI": "devanagari", "THAI": "th",
