@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -122,3 +124,15 @@ def peak_of(gpu: str) -> float | None:
     """Peak FLOP/s of a GPU by its name in any case; None if unknown, and of a slice of one (MIG)."""
     name = gpu.lower()
     return next((peak for known, peak in PEAKS.items() if known.lower() in name and " mig " not in name), None)
+
+
+def nvidia_smi() -> list[str]:
+    """Names of the GPUs that `nvidia-smi` lists."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []

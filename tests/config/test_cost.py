@@ -10,6 +10,7 @@ from statistics import fmean
 import pytest
 from tools import cost_table
 
+from retouch.algorithms import train as recipes
 from retouch.config import ConfigError, RunConfig, derive
 from retouch.config.cost import MEASURED, Cost, Forwards, cost, cost_lines, evaluations
 from retouch.rewards.base import Question, tiled_tokens
@@ -257,3 +258,24 @@ def test_a_text_encoder_that_is_trained() -> None:
     assert known.forwards.sampling == 100
     assert "text encoder" in " ".join(known.unknown)
     assert known.judges["complex_edit"].requests > 32_000
+
+
+def test_a_run_logs_its_cost_before_it_starts(
+    run_with: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, of the GPUs of the machine; a fault of the count does not end the run."""
+    run, told = run_with("model.path=somewhere", "data.resolution=512"), list[str]()
+    monkeypatch.setattr(recipes, "require_files", lambda config: None)
+    monkeypatch.setattr(recipes, "load_attribute", lambda place: lambda config: told.append(caplog.text))
+    monkeypatch.setattr(recipes, "nvidia_smi", lambda: ["NVIDIA A100-SXM4-80GB"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "1")
+    with caplog.at_level("INFO", logger="retouch"):
+        recipes.train(run)
+        monkeypatch.setenv("RANK", "0")
+        recipes.train(run)
+        monkeypatch.setattr(recipes, "cost", lambda *given: 1 / 0)
+        recipes.train(run)
+    assert told[0] == ""
+    assert "on NVIDIA A100-SXM4-80GB at 84 TFLOP/s (derived)" in told[1] and "s on 4 GPUs" in told[1]
+    assert "cost of the run: not measured from here on (ZeroDivisionError" in told[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,6 @@ from retouch.disk import writing
 from retouch.errors import ConfigError, NotReproduced
 
 app = typer.Typer()
-logger = logging.getLogger(__name__)
 
 
 @app.command(
@@ -35,20 +33,8 @@ def train(
     start_logging(verbose)
     from retouch.algorithms import train as recipes
 
-    if os.environ.get("RANK", "0") == "0":
-        _log_cost(config)
     with writing(Path(config.logging.dir) / config.name):
         typer.echo(f"done: {recipes.train(config)}")
-
-
-def _log_cost(config: Any) -> None:
-    """What the run costs on the GPUs of this machine, or on the default one where there is none that is known."""
-    from retouch.config.cost import DEFAULT_GPU, cost, cost_lines, known_peak
-    from retouch.doctor.machine import nvidia_smi
-
-    gpu = next((name for name in nvidia_smi() if known_peak(name)), DEFAULT_GPU)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    logger.info("\n".join(cost_lines(config, cost(config, processes, gpu))))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What a run costs: images, forwards, FLOPs, hours of GPUs, judges, waiting and disk, from its options alone.
+"""The cost of a run: images, forwards, FLOPs, hours of GPUs, judges, waiting and disk, from its options alone.
 
 Nothing is loaded. FLOPs are those of the released sizes (`retouch.families.flops`); hours follow from the rates that
 benchmarks/results/gpu.json has, or from a share of the GPU's peak where nothing was measured. Text encoders, the
@@ -33,7 +33,7 @@ MEASURED: Mapping[str, float] = {
 recompute nothing."""
 
 MEASURED_FAMILIES, MEASURED_GPU, MEASURED_SIZE = ("flux_fill", "qwen_image", "sd_inpaint"), "H200", (512, 512)
-"""What these rows are of; anything else is derived from them."""
+"""Families, GPU and size of these rows; any other rate is derived from them."""
 
 CONSUMER: Mapping[str, float] = {"4090": 165e12}
 """Dense bf16 FLOP/s of GPUs whose use no metric reports, with sums in fp32, from NVIDIA's white paper."""
@@ -94,7 +94,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Cost:
-    """See the module. Sums of the whole run unless named `epoch`; None is not known, and `unknown` says why."""
+    """See the module. Sums of the whole run unless named `epoch`; None is not known, and `unknown` states why."""
 
     gpu: str
     world_size: int
@@ -118,7 +118,7 @@ class Cost:
 
     @property
     def dollars(self) -> float | None:
-        """Of all judges; None where one has no known price."""
+        """Dollars of all judges; None where one has no known price."""
         each = [judged.dollars for judged in self.judges.values()]
         return None if None in each else sum(one for one in each if one is not None)
 
@@ -132,7 +132,7 @@ class Cost:
 
 
 def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
-    """What the run costs on `world_size` GPUs of this name, like "h100" or one that nvidia-smi shows.
+    """The cost of a run on `world_size` GPUs of this name, like "h100" or one that nvidia-smi shows.
 
     Raises:
         ConfigError: a GPU whose peak is not known, or as of `numbers`.
@@ -146,7 +146,7 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
     evaluated = evaluations(run) * run.evaluation.num_examples * run.evaluation.images_per_example
     forwards = forwards_of(run, derived)
     if not images and not rows:
-        unknown.append(f"images: algorithm {run.algorithm.name} does not tell how many it samples")
+        unknown.append(f"images: algorithm {run.algorithm.name} does not state how many it samples")
     tflop, evaluation_tflop = (tflop_of(run, data) for data in (run.data, run.evaluation.data or run.data))
     if tflop is None:
         unknown.append(f"FLOPs and GPU hours: {run.model.path} has not the sizes that {run.model.family} records")
@@ -214,8 +214,8 @@ def amounts(run: RunConfig, derived: Mapping[str, float]) -> tuple[int, float, f
 
 
 def forwards_of(run: RunConfig, derived: Mapping[str, float]) -> Forwards:
-    """Of an image that is sampled; of a given one where nothing is. The algorithm's count is linear in what a training
-    forward with its backward costs, which separates the parts."""
+    """Forwards of an image that is sampled; of a given one where nothing is. The algorithm's count is linear in what a
+    training forward with its backward costs, which separates the parts."""
     if not isinstance(run.algorithm, Objective):
         return Forwards(sampling=derived.get("forwards_per_image", 0))
     algorithm, given = run.algorithm, run.rollout.guidance_scale

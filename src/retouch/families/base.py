@@ -444,7 +444,7 @@ class ModelSection(Section):
 
     @property
     def has_released_sizes(self) -> bool:
-        """Whether the network has the sizes of `spec.released`, as far as the run file tells: a folder is taken for a
+        """Whether the network has the sizes of `spec.released`, as far as the run file states: a folder is taken for a
         copy of the released model."""
         return self.path != "tiny"
 

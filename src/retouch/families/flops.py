@@ -182,7 +182,7 @@ def qwen_image_21(c: Config, image: int, text: int) -> Layers:
     for name in ("proj", "gate_layer"):
         yield Matrix(f"img_mlp.{name}", d, hidden, both, count)
     yield Matrix("img_mlp.out", hidden, d, both, count)
-    yield Attention(d, text, text, count)  # causal: nothing before the image sees it
+    yield Attention(d, text, text, count)  # causal: nothing before the image attends to it
     yield Attention(d, image, both, count)
     yield Matrix("norm_out.linear", d, d, 2)
     yield Matrix("proj_out", d, c["patch_size"] ** 2 * c["out_channels"], both)

@@ -46,7 +46,7 @@ UNSCORED = (
 
 
 _PIXELS_A_TOKEN = 784
-"""Of a Qwen2.5-VL: a token for 28 x 28 pixels."""
+"""Pixels that are a token of a Qwen2.5-VL: 28 x 28."""
 
 
 @dataclass(frozen=True)
