@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,3 +104,35 @@ def _return_again() -> None:
     while True:
         time.sleep(TRIM_S)
         return_memory()
+
+
+PEAKS: Mapping[str, float] = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
+"""Dense bf16 FLOP/s by a part of the GPU's name, the first that is in it, from NVIDIA's data sheets; a name without
+form factor is the SXM variant."""
+
+
+def peak_of(gpu: str) -> float | None:
+    """Peak FLOP/s of a GPU by its name in any case; None if unknown, and of a slice of one (MIG)."""
+    name = gpu.lower()
+    return next((peak for known, peak in PEAKS.items() if known.lower() in name and " mig " not in name), None)
+
+
+def nvidia_smi() -> list[str]:
+    """Names of the GPUs that `nvidia-smi` lists."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []

@@ -77,6 +77,8 @@ VARIABLES = (
     "DEVICES",
     "REPLICAS",
     "ENDPOINTS",
+    "RUN_FILE",
+    "GPU",
     "GPUS",
     "FREE_BELOW_MIB",
     "DATA_PATH",
@@ -277,6 +279,45 @@ def test_the_server_command_exists_and_takes_its_variables() -> None:
     for word in ("reward", "serve"):
         command = command.commands[word]  # type: ignore[attr-defined]
     command.make_context("serve", shlex.split(printed)[3:])
+
+
+@pytest.mark.parametrize(
+    ("variables", "cores", "replicas"),
+    [
+        ({"GPUS": "1"}, 999, "5"),
+        ({}, 999, "39"),
+        ({"GPUS": "8"}, 3, "3"),  # a core each
+        ({"GPUS": "8", "REPLICAS": "2"}, 999, "2"),
+        ({"GPUS": "8", "DEVICES": "0"}, 999, None),  # of a network, whose time is not known
+    ],
+)
+def test_the_server_starts_the_replicas_that_a_run_would_not_wait_for(
+    variables: dict[str, str], cores: int, replicas: str | None, tmp_path: Path
+) -> None:
+    """As `retouch check` derives them."""
+    own = ["data={format: prompts, path: a, resolution: 512}", "rollout.num_steps=10", "rollout.batches_per_epoch=1"]
+    groups = ["rollout.group_size=24", "rollout.global_groups_per_batch=48", "model.max_sequence_length=128"]
+    for size in (1, 8):
+        checked = retouch("check", REPOSITORY / "configs/sd3_grpo.yaml", *own, *groups, "--json", "--world-size", size)
+        (tmp_path / f"{size}.json").write_text(checked.out, encoding="utf-8")
+    asked = '[ "$*" = "check a.yaml --world-size $4 --gpu h200 --json" ]'
+    executable(tmp_path / "retouch", f"{asked} && cat {tmp_path}/$4.json")
+    executable(tmp_path / "nproc", f"echo {cores}")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    words = shlex.split(dry_run("run_server", PATH=path, RUN_FILE="a.yaml", **variables))
+    assert words[words.index("--replicas") + 1 :][:1] == [replicas] if replicas else "--replicas" not in words
+    derived = not {"REPLICAS", "DEVICES"} & variables.keys()
+    assert words[-2:] == (
+        ["--options", '{"ocr": {"threads": 1}}'] if derived else ["--endpoints", "runs/endpoints.json"]
+    )
+
+
+def test_a_run_file_that_cannot_be_checked_starts_no_server(tmp_path: Path) -> None:
+    executable(tmp_path / "retouch", "echo refused >&2; exit 2")
+    command = [str(REPOSITORY / "scripts/run_server.sh")]
+    environment = with_path(tmp_path, RUN_FILE="a.yaml", REPLICAS="")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "refused\n")
 
 
 # --- monitor_and_run ---

@@ -70,10 +70,13 @@ def check(
     accelerate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Accelerate configuration of a vlm_grpo run, for --memory.")
     ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU of the cost: h100, h200, a100, l40s, b200 or 4090.")] = "h200",
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Check a run file and print its derived numbers, without loading models."""
+    """Check a run file and print its derived numbers and its cost, without loading models."""
+    from retouch.config.cost import cost, cost_lines
+
     config = load_run(run, overrides or [], trust=trust or None)
     require_trainable(config)
     if accelerate is not None and not memory:
@@ -88,11 +91,13 @@ def check(
         launch = read_launch(accelerate)
     launched: int = 1 if launch is None else launch.processes
     processes = launched if world_size is None else world_size
-    derived = numbers(config, processes).as_dict()
+    derived, price = numbers(config, processes).as_dict(), cost(config, processes, gpu)
     counted = _memory(config, processes, launch) if memory else None
     advice = warnings_of(config, processes)
     if as_json:
-        more: dict[str, Any] = {"warnings": advice} if counted is None else {"warnings": advice, "memory": counted}
+        more: dict[str, Any] = {"cost": price.as_dict(), "warnings": advice}
+        if counted is not None:
+            more["memory"] = counted
         if config.rollout.preset is not None:
             more["preset"] = {key: has for key, (has, _) in preset_values(config).items()}
         typer.echo(json.dumps({"config": config.model_dump(mode="json"), "derived": derived, **more}, indent=2))
@@ -101,7 +106,7 @@ def check(
     typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {kind}, {config.algorithm.name})")
     for name, value in derived.items():
         typer.echo(f"  {name.replace('_', ' '):32} {value:g}")
-    for line in preset_lines(config):
+    for line in (*preset_lines(config), *cost_lines(config, price)):
         typer.echo(f"  {line}")
     if counted is not None:
         from retouch.doctor.memory import memory_table

@@ -194,6 +194,31 @@ def moment_bytes(run: RunConfig) -> int:
     return 8 if run.optimizer.state == "fp32" else 2
 
 
+def saved_bytes(run: RunConfig) -> int | None:
+    """Bytes of a checkpoint: weights, moments and snapshots in fp32, of the released sizes; None where they are not
+    known, and of a style adapter and a text encoder."""
+    from retouch.families import flops
+
+    spec, train, kept = run.model.spec, run.model.train, snapshots(run)
+    network, config = spec.networks.get(spec.network_name, ""), spec.released.get(spec.network_name)
+    if config is None or network not in flops.FORMS or not run.model.has_released_sizes:
+        return None
+    if train.kind == "ip_adapter" or run.algorithm.trains_text_encoder:
+        return None
+    if train.kind == "lora":
+        trained = flops.lora_weights(network, config, train.targets or spec.lora_targets, train.rank)
+    else:
+        trained = flops.weights(network, config)
+    return (4 * (1 + len(kept)) + moment_bytes(run)) * trained
+
+
+def kept_checkpoints(run: RunConfig) -> int:
+    """Checkpoints at the end of the run: the regular ones, and those of the end of the warm-up and of the run."""
+    training = run.training
+    regular = training.max_steps // training.checkpoint_every if training.checkpoint_every else 0
+    return min(regular, training.keep_checkpoints or regular) + 2
+
+
 def forwards_per_image(run: RunConfig, optimizer_steps: int) -> float:
     """Forward-equivalents of one image; see `Derived`.
 

@@ -7,7 +7,6 @@ import importlib.util
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from retouch.doctor.line import GIB, Line, size
 from retouch.errors import first_line
+from retouch.machine import nvidia_smi
 
 EXTRAS = {
     "train": ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub"),
@@ -120,7 +120,7 @@ def _numbers(version: str) -> list[int]:
 
 def find_gpus() -> Gpus:
     """The GPUs by torch and by `nvidia-smi`."""
-    installed = _nvidia_smi()
+    installed = nvidia_smi()
     if importlib.util.find_spec("torch") is None:
         return Gpus([], installed, None)
     try:
@@ -136,17 +136,6 @@ def find_gpus() -> Gpus:
         except RuntimeError as error:  # full, in use by one process alone, or broken
             failing[i] = first_line(error)
     return Gpus(usable, installed, str(torch.__version__), failing=failing)
-
-
-def _nvidia_smi() -> list[str]:
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
 
 
 def gpu_lines(gpus: Gpus, world_size: int, weights: int | None = None) -> Iterator[Line]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.config.derived import moment_bytes, snapshots
+from retouch.config.derived import kept_checkpoints, moment_bytes, snapshots
 from retouch.config.errors import ConfigError
 from retouch.config.run import RunConfig
 from retouch.doctor.data import needs_no_t5
@@ -403,10 +403,3 @@ def checkpoint_line(run: RunConfig, networks: Networks) -> Line:
     if free < kept * one:
         return Line("warning", "disk", f"{counted}; set training.keep_checkpoints, or logging.dir")
     return Line("ok", "disk", counted)
-
-
-def kept_checkpoints(run: RunConfig) -> int:
-    """Checkpoints at the end of the run: the regular ones, and those of the end of the warm-up and of the run."""
-    training = run.training
-    regular = training.max_steps // training.checkpoint_every if training.checkpoint_every else 0
-    return min(regular, training.keep_checkpoints or regular) + 2

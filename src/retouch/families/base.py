@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PROMPT_TOKENS = 64
+"""Length of a prompt, where the network reads as many tokens as it has and the data is not there to be counted."""
+
 TINY_SIZE_MULTIPLE = 8
 """Size multiple of the tiny bases, whose autoencoder downsamples by 4."""
 
@@ -440,6 +443,25 @@ class ModelSection(Section):
     def vision_tokens(self, size: tuple[int, int]) -> int:
         """Tokens of a source image of (height, width) in the text encoder; 0 where it reads no images."""
         return 0
+
+    @property
+    def has_released_sizes(self) -> bool:
+        """Whether the network has the sizes of `spec.released`, as far as the run file states: a folder is taken for a
+        copy of the released model."""
+        return self.path != "tiny"
+
+    def text_tokens(self, size: tuple[int, int]) -> int:
+        """Text tokens of a sample in the network; where they follow the prompt, those of one of `PROMPT_TOKENS`."""
+        return PROMPT_TOKENS
+
+    def images_read(self, has_images: Set[str]) -> int:
+        """Images whose tokens follow those of the sample in the network, for data that has these images."""
+        return 0
+
+    def network_tokens(self, size: tuple[int, int], has_images: Set[str]) -> tuple[int, int]:
+        """Tokens of images (for a U-Net cells of the latents) and of text of one sample in the network."""
+        side = self.spec.downsampling * (1 if self.spec.prediction == "epsilon" or self.spec.downsampling > 8 else 2)
+        return patches(size, side) * (1 + self.images_read(has_images)), self.text_tokens(size)
 
     def check(self, run: RunConfig, key: str = "model") -> None:
         """Raise ValueError if this model does not support the run's options: "key: given …; expected …; set …"."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from retouch.machine import peak_of
 from retouch.observe.measuring import Measurement
 
 if TYPE_CHECKING:
@@ -22,19 +23,6 @@ if TYPE_CHECKING:
 
 COUNTED = ("rollout", "train_forward", "train_backward", "eval")
 """Parts of a step in which the network computes."""
-
-PEAKS: Mapping[str, float] = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-}
-"""Dense bf16 FLOP/s by a part of the GPU's name, the first that is in it, from NVIDIA's data sheets; a name without
-form factor is the SXM variant."""
 
 
 class Costs:
@@ -121,11 +109,6 @@ def peak_flops(network: nn.Module) -> float | None:
 
     device = next(network.parameters()).device
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def peak_of(gpu: str) -> float | None:
-    """Peak FLOP/s of a GPU by its name; None if unknown, and of a slice of one (MIG)."""
-    return next((peak for known, peak in PEAKS.items() if known in gpu and " MIG " not in gpu), None)
 
 
 def peak_memory() -> dict[str, float]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
@@ -41,6 +43,40 @@ UNSCORED = (
     "budget_tokens", "budget_dollars", "price_in", "price_out", "key_header",
 )  # fmt: skip
 """Keys of an entry that do not change its scores, of every scorer."""
+
+
+_PIXELS_A_TOKEN = 784
+"""Pixels that are a token of a Qwen2.5-VL: 28 x 28."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to a judge about an image.
+
+    Attributes:
+        number: of such questions for each image.
+        images: images that it shows.
+        text, tokens_out: tokens of its text and of the answer, estimated.
+        tiled: whether images are counted as OpenAI does, in tiles.
+    """
+
+    number: float = 1.0
+    images: int = 1
+    text: int = 200
+    tokens_out: int = 80
+    tiled: bool = False
+
+    def tokens_in(self, size: tuple[int, int]) -> float:
+        """Tokens of the question about images of (height, width)."""
+        return self.text + self.images * (tiled_tokens(size) if self.tiled else size[0] * size[1] / _PIXELS_A_TOKEN)
+
+
+def tiled_tokens(size: tuple[int, int]) -> int:
+    """Tokens of an image at OpenAI (gpt-4o, high detail): within 2048 x 2048 and a shorter side of 768, 85 and 170 for
+    each tile of 512 x 512."""
+    factor = min(1.0, 2048 / max(size))
+    factor *= min(1.0, 768 / (factor * min(size)))
+    return 85 + 170 * math.prod(math.ceil(side * factor / 512) for side in size)
 
 
 class RewardEntry(Section):
@@ -142,6 +178,18 @@ class RewardEntry(Section):
         """Whether a value depends on the other samples of its group. Such a reward is scored in training only, where
         every call of its scorer gets whole groups; with role gold, by `retouch eval` only."""
         return False
+
+    def questions(self, group_size: int) -> tuple[Question, ...]:
+        """Questions to a judge for each image of a group of this size; none of a scorer without one."""
+        return ()
+
+    def prices(self) -> tuple[float, float] | None:
+        """Dollars per million tokens of questions and answers; None if not known."""
+        return None
+
+    def seconds_an_image(self) -> float:
+        """Seconds that one instance takes for an image on its CPU; 0 where it was not measured."""
+        return 0.0
 
     def extras(self) -> frozenset[str]:
         """Extras of the package that the scorer needs in addition to `train`."""

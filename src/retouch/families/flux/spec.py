@@ -29,6 +29,9 @@ class FluxSection(ModelSection):
     def doubles_for_guidance(self) -> bool:
         return self.true_guidance_scale > 1
 
+    def text_tokens(self, size: tuple[int, int]) -> int:
+        return self.max_sequence_length
+
     def forwards_of_guidance(self, guidance_scale: float) -> int:
         return 2 if self.doubles_for_guidance else 1
 

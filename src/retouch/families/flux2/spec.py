@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -23,6 +23,12 @@ class Flux2Section(ModelSection):
     @property
     def takes_reference_images(self) -> bool:
         return self.reference_images
+
+    def text_tokens(self, size: tuple[int, int]) -> int:
+        return self.max_sequence_length
+
+    def images_read(self, has_images: Set[str]) -> int:
+        return ("source" in has_images) + self.reference_images
 
 
 FACTS: dict[str, Any] = {

@@ -58,5 +58,9 @@ class Flux2KleinModel(Flux2Section):
         return self
 
     @property
+    def has_released_sizes(self) -> bool:
+        return super().has_released_sizes and self.path not in (ids[1] for ids in RELEASED.values())  # of the 9B
+
+    @property
     def distilled_steps(self) -> int | None:
         return DISTILLED_STEPS if self.variant == "distilled" else None

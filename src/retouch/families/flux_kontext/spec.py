@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import ClassVar, Literal
 
 from retouch.families.base import FamilySpec
@@ -38,3 +39,6 @@ class FluxKontextModel(FluxSection):
     @property
     def takes_reference_images(self) -> bool:
         return self.reference_images
+
+    def images_read(self, has_images: Set[str]) -> int:
+        return 1

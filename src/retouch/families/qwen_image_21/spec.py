@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -93,6 +94,9 @@ class QwenImage21Model(ModelSection):
 
     def vision_tokens(self, size: tuple[int, int]) -> int:
         return patches(size, SLOT)
+
+    def images_read(self, has_images: Set[str]) -> int:
+        return int("source" in has_images)
 
     def check(self, run: RunConfig, key: str = "model") -> None:
         super().check(run, key)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from retouch.config.base import Text
-from retouch.families.base import FamilySpec, patches
+from retouch.families.base import PROMPT_TOKENS, FamilySpec, patches
 from retouch.families.qwen.spec import FACTS, QwenSection
 from retouch.families.variants import require_variant
 
@@ -88,6 +89,12 @@ class QwenImageEditModel(QwenSection):
 
     def vision_tokens(self, size: tuple[int, int]) -> int:
         return patches(self.shown_size(size), 28)  # Qwen2.5-VL: a token for 28 x 28 pixels
+
+    def text_tokens(self, size: tuple[int, int]) -> int:
+        return PROMPT_TOKENS + self.vision_tokens(size)
+
+    def images_read(self, has_images: Set[str]) -> int:
+        return 1
 
     def check(self, run: RunConfig, key: str = "model") -> None:
         super().check(run, key)

@@ -24,7 +24,9 @@ TURBO_STEPS = 4
 LARGE_GUIDANCE = 3.5
 """Released guidance scale of large."""
 
-_CLIP = {"vocab_size": 49408, "max_position_embeddings": 77, "hidden_act": "gelu"}
+CLIP_TOKENS = 77
+
+_CLIP = {"vocab_size": 49408, "max_position_embeddings": CLIP_TOKENS, "hidden_act": "gelu"}
 
 
 class Sd3Model(ModelSection):
@@ -130,6 +132,13 @@ class Sd3Model(ModelSection):
     def _path_is_of_the_variant(self) -> Self:
         require_variant(self.path, self.variant, {variant: (hub_id,) for variant, hub_id in RELEASED.items()})
         return self
+
+    @property
+    def has_released_sizes(self) -> bool:
+        return super().has_released_sizes and self.variant == "medium"
+
+    def text_tokens(self, size: tuple[int, int]) -> int:
+        return CLIP_TOKENS + self.max_sequence_length
 
     @property
     def distilled_steps(self) -> int | None:

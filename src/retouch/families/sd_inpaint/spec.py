@@ -53,3 +53,6 @@ class SdInpaintModel(ModelSection):
     family: Literal["sd_inpaint"] = "sd_inpaint"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = spec.hub_ids[0]
     """A hub id or a folder in the diffusers layout; "tiny" is the base that comes with the package."""
+
+    def text_tokens(self, size: tuple[int, int]) -> int:
+        return 77  # of CLIP, padded

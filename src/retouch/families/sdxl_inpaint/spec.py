@@ -55,3 +55,6 @@ class SdxlInpaintModel(ModelSection):
     family: Literal["sdxl_inpaint"] = "sdxl_inpaint"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = spec.hub_ids[0]
     """A hub id or a folder in the diffusers layout."""
+
+    def text_tokens(self, size: tuple[int, int]) -> int:
+        return 77  # of CLIP, padded

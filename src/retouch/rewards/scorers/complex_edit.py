@@ -18,6 +18,7 @@ from pydantic import model_validator
 from retouch.config.base import Count, NonNegative, Text, Unit
 from retouch.disk import expanded
 from retouch.errors import ConfigError, shown
+from retouch.rewards.base import Question
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import parsed_file
 from retouch.rewards.scorers.judge_client import image_part
@@ -122,6 +123,12 @@ class ComplexEditReward(JudgeEntry):
     def _has_its_prompts(self) -> ComplexEditReward:
         require_prompts(self, self.wording, self.prompts, _WHERE)
         return self
+
+    def questions(self, group_size: int) -> tuple[Question, ...]:
+        return (
+            self._question(2, number=self.samples, text=260, tokens_out=90),
+            self._question(1, number=self.samples, text=140, tokens_out=70),
+        )
 
     def make(self) -> ComplexEditScorer:
         weights = (self.alignment_weight, self.quality_weight)

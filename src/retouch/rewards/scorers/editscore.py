@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 from retouch import plain_json
 from retouch.config.base import Count, NonNegative
 from retouch.errors import shown
+from retouch.rewards.base import Question
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
 from retouch.rewards.scorers.judge_client import image_part, is_openai
@@ -49,6 +50,9 @@ class EditScoreReward(JudgeEntry):
     fails, the item fails."""
     temperature: NonNegative = 0.7
     """Sampling temperature of the answers, as published; at 0 further passes repeat the first."""
+
+    def questions(self, group_size: int) -> tuple[Question, ...]:
+        return tuple(self._question(images, number=self.passes, text=600, tokens_out=150) for images in (2, 1))
 
     def make(self) -> EditScoreScorer:
         return EditScoreScorer(

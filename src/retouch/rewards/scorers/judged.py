@@ -18,7 +18,7 @@ from retouch import plain_json
 from retouch.config.base import Count, Names, NonNegative, Positive
 from retouch.errors import ConfigError, RewardOutage, shown
 from retouch.rewards.addresses import is_local
-from retouch.rewards.base import PackageScorer, RewardEntry
+from retouch.rewards.base import PackageScorer, Question, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import (
     AUTO,
@@ -98,6 +98,20 @@ class JudgeEntry(RewardEntry):
         if not known or not made_here or {"price_in", "price_out"} & entry.keys():
             return value
         return {**entry, "price_in": DEFAULT_PRICES[0], "price_out": DEFAULT_PRICES[1]}
+
+    def questions(self, group_size: int) -> tuple[Question, ...]:
+        return (self._question(),)
+
+    def _question(self, images: int | None = None, **about: Any) -> Question:
+        """A question about as many images; None: the sample and those that it needs."""
+        shown = 1 + len(self.required_images() - {"mask"}) if images is None else images
+        return Question(images=shown, tiled=is_openai(self.address), **about)
+
+    def prices(self) -> tuple[float, float] | None:
+        """Those of the options; without them nothing at an address of this machine, and else None: not known."""
+        if self.price_in or self.price_out:
+            return self.price_in, self.price_out
+        return (0.0, 0.0) if is_local(self.address) else None
 
     @model_validator(mode="after")
     def _names_a_model(self) -> JudgeEntry:

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import model_validator
 
 from retouch.config.base import Count
+from retouch.rewards.base import Question
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, uncropped, whole
 from retouch.types import Failure, Outcome, Score
@@ -96,6 +97,13 @@ class PairEntry(JudgeEntry):
 
     def required_images(self) -> frozenset[str]:
         return self.images | ({"reference"} if self.compares_pairs() and self.against == "reference" else set())
+
+    def questions(self, group_size: int) -> tuple[Question, ...]:
+        """Every pair is asked in both orders."""
+        if not self.compares_pairs():
+            return super().questions(group_size)
+        number = 2 if not self.compares_group() else group_size - 1 if self.rounds is None else 2 * self.rounds
+        return (self._question(2 + ("source" in self.required_images()), number=number, text=90, tokens_out=1),)
 
     def advice(self, name: str) -> list[str]:
         against_whole = self.compares_pairs() and self.against == "reference" and self.crop == "mask_box"

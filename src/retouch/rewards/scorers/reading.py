@@ -35,6 +35,10 @@ _BATCH = 16
 _LONGEST = 32  # ratio of the sides of a crop: detection scales the short side up to 736 px, and a sliver takes minutes
 
 
+SECONDS_A_PAGE = 0.54
+"""Seconds in which an instance with one core finds and reads the lines of an image of 512 x 512, by
+benchmarks/results/reading_time.json: the mean of one line and six. An image of 1024 x 1024 takes twice as long."""
+
 _LANGUAGES = {
     "CYRILLIC": "cyrillic", "HANGUL": "korean", "ARABIC": "arabic", "DEVANAGARI": "devanagari", "THAI": "th",
     "GREEK": "el", "TAMIL": "ta", "TELUGU": "te", "KANNADA": "ka",
@@ -88,6 +92,9 @@ class ReadingEntry(RewardEntry):
     def finds_lines(self) -> bool:
         """Whether the scorer finds the lines of whole images, instead of reading crops of one line."""
         return True
+
+    def seconds_an_image(self) -> float:
+        return SECONDS_A_PAGE if self.finds_lines() and self.engine == "rapidocr" else 0.0
 
     def reader(self) -> str:
         """The engine, its version and language, for revisions."""

@@ -22,6 +22,7 @@ from PIL import Image
 
 from retouch import plain_json
 from retouch.config.base import Count, NonNegative
+from retouch.rewards.base import Question
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.judge_client import Encoding, image_part
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, whole
@@ -55,6 +56,9 @@ class VieScoreReward(JudgeEntry):
 
     def required_images(self) -> frozenset[str]:
         return frozenset({"source"} if self.task == "edit" else ())
+
+    def questions(self, group_size: int) -> tuple[Question, ...]:
+        return tuple(self._question(images, text=600, tokens_out=150) for images in (None, 1))
 
     def make(self) -> VieScoreScorer:
         return VieScoreScorer(

@@ -1,0 +1,139 @@
+"""The closed forms of `retouch.families.flops` are what is counted on the released networks, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from retouch.config import parse_run
+from retouch.doctor.memory import lora_weights, weights_in
+from retouch.doctor.networks import released_parts
+from retouch.families import FAMILIES, flops
+from retouch.families.base import FamilySpec
+from retouch.observe.flops import CountedNetwork
+
+FAMILY = pytest.mark.parametrize("family", list(FAMILIES))
+
+
+def empty(*shape: int) -> Tensor:
+    return torch.empty(*shape, device="meta")
+
+
+def transformer(c: Any, image: int, text: int) -> dict[str, Any]:
+    """Arguments of FLUX.1, Qwen-Image and their kin, of one sample."""
+    return {
+        "hidden_states": empty(1, image, c["in_channels"]),
+        "encoder_hidden_states": empty(1, text, c["joint_attention_dim"]),
+        "timestep": empty(1),
+    }
+
+
+def flux(c: Any, image: int, text: int) -> dict[str, Any]:
+    places = {"txt_ids": empty(text, 3), "img_ids": empty(image, 3)}
+    pooled = empty(1, c["pooled_projection_dim"])
+    return {**transformer(c, image, text), **places, "guidance": empty(1), "pooled_projections": pooled}
+
+
+def flux2(c: Any, image: int, text: int) -> dict[str, Any]:
+    places = {"txt_ids": empty(text, 4), "img_ids": empty(image, 4)}
+    return {**transformer(c, image, text), **places, "guidance": empty(1) if c["guidance_embeds"] else None}
+
+
+def shape_of(image: int) -> tuple[int, int, int]:
+    return (1, 16, image // 16)
+
+
+def qwen_image(c: Any, image: int, text: int) -> dict[str, Any]:
+    return {**transformer(c, image, text), "img_shapes": [[shape_of(image)]], "encoder_hidden_states_mask": None}
+
+
+def qwen_image_21(c: Any, image: int, text: int) -> dict[str, Any]:
+    return {
+        "hidden_states": empty(1, image, c["in_channels"]),
+        "encoder_hidden_states": empty(1, text, c["context_in_dim"]),
+        "timestep": empty(1),
+        "img_shapes": [[shape_of(image)]],
+        "img_mask": torch.tensor([False] * text + [True] * (image // 4))[None],
+    }
+
+
+def sd3(c: Any, image: int, text: int) -> dict[str, Any]:
+    return {
+        "hidden_states": empty(1, c["in_channels"], 2 * 16, 2 * image // 16),
+        "encoder_hidden_states": empty(1, text, c["joint_attention_dim"]),
+        "timestep": empty(1),
+        "pooled_projections": empty(1, c["pooled_projection_dim"]),
+    }
+
+
+def z_image(c: Any, image: int, text: int) -> dict[str, Any]:
+    latents = [empty(c["in_channels"], 1, 2 * 16, 2 * image // 16)]
+    return {"x": latents, "t": empty(1), "cap_feats": [empty(text, c["cap_feat_dim"])]}
+
+
+def unet(c: Any, image: int, text: int) -> dict[str, Any]:
+    given = {
+        "sample": empty(1, c["in_channels"], 16, image // 16),
+        "timestep": empty(1),
+        "encoder_hidden_states": empty(1, text, c["cross_attention_dim"]),
+    }
+    if c["addition_embed_type"]:
+        given["added_cond_kwargs"] = {"text_embeds": empty(1, 1280), "time_ids": empty(1, 6)}
+    return given
+
+
+CALLS: dict[str, Callable[[Any, int, int], dict[str, Any]]] = {
+    "FluxTransformer2DModel": flux,
+    "Flux2Transformer2DModel": flux2,
+    "QwenImageTransformer2DModel": qwen_image,
+    "QwenImage21Transformer2DModel": qwen_image_21,
+    "SD3Transformer2DModel": sd3,
+    "ZImageTransformer2DModel": z_image,
+    "UNet2DConditionModel": unet,
+}
+
+
+def kind(spec: FamilySpec) -> str:
+    return spec.networks[spec.network_name]
+
+
+@cache
+def network_of(family: str) -> Any:
+    """The released network on the meta device."""
+    return released_parts(FAMILIES[family].spec)[FAMILIES[family].spec.network_name]
+
+
+@cache
+def counter_of(family: str) -> CountedNetwork:
+    return CountedNetwork(network_of(family))
+
+
+@FAMILY
+@pytest.mark.parametrize(("image", "text"), [(1024, 96), (2304, 77)])
+def test_flops_are_those_counted(family: str, image: int, text: int) -> None:
+    spec = FAMILIES[family].spec
+    counted = counter_of(family).flops((), CALLS[kind(spec)](network_of(family).config, image, text))
+    form = flops.flops(kind(spec), spec.released[spec.network_name], image, text)
+    assert form == pytest.approx(counted, rel=1e-9)
+
+
+@FAMILY
+def test_weights_are_those_of_the_network(family: str) -> None:
+    """Those of its matrices, and of the LoRA on it exactly."""
+    spec, network = FAMILIES[family].spec, network_of(family)
+    config = spec.released[spec.network_name]
+    assert flops.weights(kind(spec), config) == pytest.approx(weights_in(network), rel=0.002)
+    model = {"family": family, "path": spec.hub_ids[0], "train": {"kind": "lora", "rank": 5}}
+    data = {"format": "manifest", "path": "somewhere"}
+    run = parse_run({"name": "a", "model": model, "data": data, "algorithm": {"name": "sft"}})
+    shapes = {name: tuple(weight.shape) for name, weight in network.named_parameters()}
+    assert flops.lora_weights(kind(spec), config, spec.lora_targets, 5) == lora_weights(run, shapes)
+
+
+def test_every_network_has_a_form() -> None:
+    assert {kind(section.spec) for section in FAMILIES.available().values()} == set(flops.FORMS) == set(CALLS)
