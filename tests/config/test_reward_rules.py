@@ -114,6 +114,19 @@ def test_a_stop_needs_a_reward_that_can_fall(run_with: Callable[..., RunConfig])
     require_trainable(run_with("evaluation.on_gold_fall=stop", "rewards.size={scorer: jpeg_size, role: gold}"))
 
 
+def test_a_plateau_needs_evaluations_that_could_show_it(run_with: Callable[..., RunConfig]) -> None:
+    plateau, key = "training.stop_on_plateau=true", "training.stop_on_plateau: given true, but"
+    line = refused(run_with(plateau, "training.eval_every=0"))
+    assert line == f"{key} training.eval_every is 0; set it to 1 or more, or set it to false"
+    line = refused(run_with(plateau, "evaluation.num_examples=19"))
+    assert line.startswith(f"{key} evaluation.num_examples is 19; set it to 20 or more")
+    line = refused(run_with("training.stop_on_plateau=size"))
+    assert "given size; expected true or a reward that evaluations score (" in line
+    gold = "rewards.size={scorer: jpeg_size, role: gold}"
+    for given in ("true", "size", "false"):
+        require_trainable(run_with(f"training.stop_on_plateau={given}", gold))
+
+
 def test_what_is_not_trained_is_refused_by_check_and_by_training_alone(
     run_with: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

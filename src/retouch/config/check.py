@@ -25,6 +25,10 @@ COLUMNS = frozenset(
 )
 """Columns of an evaluation, and keys of its record in metrics.jsonl, beside those of its rewards."""
 
+PLATEAU_EXAMPLES = 20
+"""Examples that a verdict on a plateau needs: so many change alike by chance with a smaller probability than any of 500
+evaluations spends, and equal changes have an interval without width."""
+
 
 def check(run: RunConfig) -> None:
     """Reject options of a section that cannot work in this run, and combinations of sections that cannot work.
@@ -64,6 +68,32 @@ def require_trainable(run: RunConfig) -> None:
             "evaluation.on_gold_fall: given 'stop', but no reward has role gold, and nothing would stop the run; set "
             "it for one that evaluations score, or leave on_gold_fall out"
         )
+    if run.training.stop_on_plateau is not False:
+        _plateau(run, run.training.stop_on_plateau)
+
+
+def _plateau(run: RunConfig, given: bool | str) -> None:
+    """Reject a plateau that no evaluation could show.
+
+    Raises:
+        ConfigError: "key: given ...; expected ...; set ...".
+    """
+    key, remedy = f"training.stop_on_plateau: given {str(given).lower() if given is True else given}", "set it to false"
+    scored = {name: entry for name, entry in run.rewards.items() if not entry.compares_group()}
+    trained = [n for n, e in scored.items() if e.role == "train" and (e.weight or e.gradient_weight)]
+    if given is True and not trained:
+        raise ConfigError(f"{key}, but evaluations score no reward of role train; name a gold reward, or {remedy}")
+    if given is not True and given not in scored:
+        names = ", ".join(scored) or "none"
+        raise ConfigError(f"{key}; expected true or a reward that evaluations score ({names}); set one, or {remedy}")
+    if not (run.algorithm.trains_on_rewards or isinstance(run.algorithm, RlConfig)):
+        raise ConfigError(
+            f"{key}, but algorithm.name={run.algorithm.name} has no RL, whose start is compared; {remedy}"
+        )
+    least = {"training.eval_every": 1, "evaluation.num_examples": PLATEAU_EXAMPLES}
+    for name, value in zip(least, (run.training.eval_every, run.evaluation.num_examples), strict=True):
+        if value < least[name]:
+            raise ConfigError(f"{key}, but {name} is {value}; set it to {least[name]} or more, or {remedy}")
 
 
 def _gradient_weight(run: RunConfig, key: str, entry: RewardEntry) -> None:
