@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from retouch.config import ConfigError, RunConfig, dump_run, load_run
-from retouch.config.check import COLUMNS, require_trainable
+from retouch.config.check import COLUMNS, require_trainable, warnings_of
 from tests.command_line import retouch
 
 GATE = "but gated_by is not set; leave it out"
@@ -118,8 +118,9 @@ def test_a_plateau_needs_evaluations_that_could_show_it(run_with: Callable[..., 
     plateau, key = "training.stop_on_plateau=true", "training.stop_on_plateau: given true, but"
     line = refused(run_with(plateau, "training.eval_every=0"))
     assert line == f"{key} training.eval_every is 0; set it to 1 or more, or set it to false"
-    line = refused(run_with(plateau, "evaluation.num_examples=19"))
-    assert line.startswith(f"{key} evaluation.num_examples is 19; set it to 20 or more")
+    [warning] = warnings_of(run_with(plateau, "evaluation.num_examples=19"))
+    assert warning.startswith("evaluation.num_examples: given 19, but training.stop_on_plateau judges no fewer than 20")
+    assert warnings_of(run_with(plateau, "evaluation.num_examples=20")) == warnings_of(run_with()) == []
     line = refused(run_with("training.stop_on_plateau=size"))
     assert "given size; expected true or a reward that evaluations score (" in line
     gold = "rewards.size={scorer: jpeg_size, role: gold}"

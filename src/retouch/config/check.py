@@ -90,10 +90,8 @@ def _plateau(run: RunConfig, given: bool | str) -> None:
         raise ConfigError(
             f"{key}, but algorithm.name={run.algorithm.name} has no RL, whose start is compared; {remedy}"
         )
-    least = {"training.eval_every": 1, "evaluation.num_examples": PLATEAU_EXAMPLES}
-    for name, value in zip(least, (run.training.eval_every, run.evaluation.num_examples), strict=True):
-        if value < least[name]:
-            raise ConfigError(f"{key}, but {name} is {value}; set it to {least[name]} or more, or {remedy}")
+    if not run.training.eval_every:
+        raise ConfigError(f"{key}, but training.eval_every is 0; set it to 1 or more, or {remedy}")
 
 
 def _gradient_weight(run: RunConfig, key: str, entry: RewardEntry) -> None:
@@ -217,7 +215,16 @@ def _sharding(run: RunConfig) -> None:
 def warnings_of(run: RunConfig) -> list[str]:
     """One line for each warning: the key, the value given, its effect, and the option to set."""
     rewards = (line for name, entry in run.rewards.items() for line in entry.advice(name))
-    return [*run.algorithm.warnings(run), *_advice_on_distilled(run), *rewards]
+    return [*run.algorithm.warnings(run), *_advice_on_distilled(run), *rewards, *_advice_on_plateau(run)]
+
+
+def _advice_on_plateau(run: RunConfig) -> Iterator[str]:
+    examples = run.evaluation.num_examples
+    if run.training.stop_on_plateau is not False and examples < PLATEAU_EXAMPLES:
+        yield (
+            f"evaluation.num_examples: given {examples}, but training.stop_on_plateau judges no fewer than "
+            f"{PLATEAU_EXAMPLES}, and will not stop the run; set it to {PLATEAU_EXAMPLES} or more (256 is useful)"
+        )
 
 
 def _advice_on_distilled(run: RunConfig) -> Iterator[str]:
