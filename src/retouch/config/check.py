@@ -26,8 +26,8 @@ COLUMNS = frozenset(
 """Columns of an evaluation, and keys of its record in metrics.jsonl, beside those of its rewards."""
 
 PLATEAU_EXAMPLES = 20
-"""Examples that a verdict on a plateau needs: so many change alike by chance with a smaller probability than any of 500
-evaluations spends, and equal changes have an interval without width."""
+"""Examples that a verdict on a plateau needs. Equal changes have an interval without width, and the probability that so
+many are equal by chance is below what any of 500 evaluations spends."""
 
 
 def check(run: RunConfig) -> None:
