@@ -103,3 +103,28 @@ def test_an_alarm_has_a_cause_that_has_to_go_before_the_run_continues(requests: 
     assert (
         over is not None and over.message(7) == "training.max_minutes = 0 reached at step 7; continue with resume=auto"
     )
+
+
+def test_a_plateau_that_the_first_process_sees_stops_all(requests: StopRequests) -> None:
+    """They vote equally often, and none of them fails; without the option nobody votes."""
+    votes: list[bool] = []
+
+    def recorded(flag: bool) -> bool:
+        votes.append(flag)
+        return flag
+
+    first = StopRequests(None, recorded, "the next step", on_plateau=True)
+    first.plateau = "ocr no longer rises"
+    asked = first.asked()
+    assert asked is not None and asked.message(7) == (
+        "ocr no longer rises at step 7; continue with resume=auto training.stop_on_plateau=false"
+    )
+    others = iter(votes)
+    second = StopRequests(None, lambda flag: flag or next(others), "the next step", on_plateau=True).asked()
+    assert second is not None and (second.exit_code, second.next_step) == (asked.exit_code, asked.next_step) != (3, "")
+    assert second.exit_code == 0 and next(others, None) is None
+    first.alarm = "the gold reward fell"
+    alarm = first.asked()
+    assert alarm is not None and alarm.exit_code == 3  # a cause that has to go
+    requests.plateau = "ocr no longer rises"
+    assert requests.asked() is None

@@ -66,7 +66,7 @@ def train(run: Path | str | Mapping[str, Any], /, **overrides: Any) -> Run:
     except Stopped as stopped:
         if stopped.code:
             raise
-        logger.info("%s", stopped)  # the time limit of the run file
+        logger.info("%s", stopped)  # as the run file asks
     return _written(Path(config.logging.dir).expanduser() / config.name, config)
 
 

@@ -23,6 +23,7 @@ from retouch.algorithms.vlm_grpo.scoring import CompletionScorer
 from retouch.config import ConfigError
 from retouch.families.loading import load_component
 from retouch.families.qwen.text import ImageTextProcessor
+from retouch.observe import plateau
 from retouch.observe.run_dir import read_rows
 from retouch.training.scoring import RewardOutage
 from retouch.types import Failure
@@ -84,6 +85,24 @@ def test_gold_that_falls_is_an_alarm(vlm_file: RunFile, tmp_path: Path, then: st
     assert [record["step"] for record in records(tmp_path / "a")] == steps
     assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == [f"step-{steps[-1]:06d}"]
     assert all(record["reward/runtime"] > 0 and "step_time" not in record for record in records(tmp_path / "a"))
+
+
+def risen(items: list[Any]) -> list[float]:
+    CALLS.append("risen")
+    return [float(CALLS.count("risen") > 1)] * len(items)
+
+
+def test_a_run_stops_at_its_plateau(vlm_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CALLS.clear()
+    for name, value in (("EACH", 1), ("FIRST", 2), ("PLATEAU_EXAMPLES", 2)):
+        monkeypatch.setattr(plateau, name, value)
+    gold = {"letters": reward("rising"), "gold": reward("risen", role="gold")}
+    more = {"training__eval_every": 1, "training__stop_on_plateau": "gold", "training__max_steps": 4}
+    outcome = train(vlm_file(rewards=gold, evaluation={"num_examples": 2}, **more))
+    assert outcome.code == 0
+    assert "training.stop_on_plateau: gold no longer rises (+0 " in outcome.err + outcome.out
+    assert [record["step"] for record in records(tmp_path / "a")] == [1, 2]
+    assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == ["step-000002"]
 
 
 def test_evaluation_examples_that_are_trained_on_are_refused_unless_asked_for(parts_of: Any) -> None:

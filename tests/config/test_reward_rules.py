@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from retouch.config import ConfigError, RunConfig, dump_run, load_run
-from retouch.config.check import COLUMNS, require_trainable
+from retouch.config.check import COLUMNS, require_trainable, warnings_of
 from tests.command_line import retouch
 
 GATE = "but gated_by is not set; leave it out"
@@ -112,6 +112,20 @@ def test_a_stop_needs_a_reward_that_can_fall(run_with: Callable[..., RunConfig])
     line = refused(run_with("evaluation.on_gold_fall=stop"))
     assert "evaluation.on_gold_fall: given 'stop', but no reward has role gold, and nothing would stop the run" in line
     require_trainable(run_with("evaluation.on_gold_fall=stop", "rewards.size={scorer: jpeg_size, role: gold}"))
+
+
+def test_a_plateau_needs_evaluations_that_could_show_it(run_with: Callable[..., RunConfig]) -> None:
+    plateau, key = "training.stop_on_plateau=true", "training.stop_on_plateau: given true, but"
+    line = refused(run_with(plateau, "training.eval_every=0"))
+    assert line == f"{key} training.eval_every is 0; set it to 1 or more, or set it to false"
+    [warning] = warnings_of(run_with(plateau, "evaluation.num_examples=19"))
+    assert warning.startswith("evaluation.num_examples: given 19, but training.stop_on_plateau judges no fewer than 20")
+    assert warnings_of(run_with(plateau, "evaluation.num_examples=20")) == warnings_of(run_with()) == []
+    line = refused(run_with("training.stop_on_plateau=size"))
+    assert "given size; expected true or a reward that evaluations score (" in line
+    gold = "rewards.size={scorer: jpeg_size, role: gold}"
+    for given in ("true", "size", "false"):
+        require_trainable(run_with(f"training.stop_on_plateau={given}", gold))
 
 
 def test_what_is_not_trained_is_refused_by_check_and_by_training_alone(

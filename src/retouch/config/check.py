@@ -26,6 +26,10 @@ COLUMNS = frozenset(
 )
 """Columns of an evaluation, and keys of its record in metrics.jsonl, beside those of its rewards."""
 
+PLATEAU_EXAMPLES = 20
+"""Examples that a verdict on a plateau needs. Equal changes have an interval without width, and the probability that so
+many are equal by chance is below what any of 500 evaluations spends."""
+
 
 def check(run: RunConfig) -> None:
     """Reject options of a section that cannot work in this run, and combinations of sections that cannot work.
@@ -66,6 +70,30 @@ def require_trainable(run: RunConfig) -> None:
             "evaluation.on_gold_fall: given 'stop', but no reward has role gold, and nothing would stop the run; set "
             "it for one that evaluations score, or leave on_gold_fall out"
         )
+    if run.training.stop_on_plateau is not False:
+        _plateau(run, run.training.stop_on_plateau)
+
+
+def _plateau(run: RunConfig, given: bool | str) -> None:
+    """Reject a plateau that no evaluation could show.
+
+    Raises:
+        ConfigError: "key: given ...; expected ...; set ...".
+    """
+    key, remedy = f"training.stop_on_plateau: given {str(given).lower() if given is True else given}", "set it to false"
+    scored = {name: entry for name, entry in run.rewards.items() if not entry.compares_group()}
+    trained = [n for n, e in scored.items() if e.role == "train" and (e.weight or e.gradient_weight)]
+    if given is True and not trained:
+        raise ConfigError(f"{key}, but evaluations score no reward of role train; name a gold reward, or {remedy}")
+    if given is not True and given not in scored:
+        names = ", ".join(scored) or "none"
+        raise ConfigError(f"{key}; expected true or a reward that evaluations score ({names}); set one, or {remedy}")
+    if not (run.algorithm.trains_on_rewards or isinstance(run.algorithm, RlConfig)):
+        raise ConfigError(
+            f"{key}, but algorithm.name={run.algorithm.name} has no RL, whose start is compared; {remedy}"
+        )
+    if not run.training.eval_every:
+        raise ConfigError(f"{key}, but training.eval_every is 0; set it to 1 or more, or {remedy}")
 
 
 def _gradient_weight(run: RunConfig, key: str, entry: RewardEntry) -> None:
@@ -198,7 +226,7 @@ def _sharding(run: RunConfig) -> None:
 def warnings_of(run: RunConfig, world_size: int = 1) -> list[str]:
     """One line for each warning: the key, the value given, its effect, and the option to set."""
     rewards = (line for name, entry in run.rewards.items() for line in entry.advice(name))
-    own = (*run.algorithm.warnings(run), *_without_effect(run), *_advice_on_distilled(run))
+    own = (*run.algorithm.warnings(run), *_without_effect(run), *_advice_on_distilled(run), *_advice_on_plateau(run))
     return [*own, *rewards, *advice(run, world_size).values()]
 
 
@@ -232,6 +260,15 @@ def _without_effect(run: RunConfig) -> Iterator[str]:
         if name in type(holder).model_fields and value != type(holder).model_fields[name].default:
             shown = f" {value}" if isinstance(value, str | int | float) else ""
             yield f"{key}: given{shown}, but {why}"
+
+
+def _advice_on_plateau(run: RunConfig) -> Iterator[str]:
+    examples = run.evaluation.num_examples
+    if run.training.stop_on_plateau is not False and examples < PLATEAU_EXAMPLES:
+        yield (
+            f"evaluation.num_examples: given {examples}, but training.stop_on_plateau judges no fewer than "
+            f"{PLATEAU_EXAMPLES}, and will not stop the run; set it to {PLATEAU_EXAMPLES} or more (256 is useful)"
+        )
 
 
 def _advice_on_distilled(run: RunConfig) -> Iterator[str]:

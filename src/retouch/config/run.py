@@ -189,8 +189,8 @@ class EmaConfig(Section):
 
 class TrainingConfig(Section):
     FREE_IN_EPOCH: ClassVar[Set[str]] = {
-        "max_steps", "max_minutes", "checkpoint_every", "keep_checkpoints", "eval_every", "gradient_checkpointing",
-        "compile", "deterministic", "sharding", "shard_gradients",
+        "max_steps", "max_minutes", "checkpoint_every", "keep_checkpoints", "eval_every", "stop_on_plateau",
+        "gradient_checkpointing", "compile", "deterministic", "sharding", "shard_gradients",
     }  # fmt: skip
 
     max_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] = 10000
@@ -204,6 +204,10 @@ class TrainingConfig(Section):
     keeps all."""
     eval_every: Annotated[int, Field(ge=0)] = 100
     """Optimizer steps between evaluations; 0 evaluates only at the start, at the end of warm-up and at the end."""
+    stop_on_plateau: bool | Name = False
+    """Stop, resumable and with exit code 0, when the evaluations no longer rise: their last third adds less than a
+    tenth of the gain since the start of RL, with confidence (docs/expect.md). True reads the weighted sum of the
+    rewards of role train, a name the values of that reward."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
     """Autocast of forward and backward; trained weights stay fp32. "no" computes in model.dtype: a bf16 base and its
     LoRA then compute in bf16 throughout, as diffusers' pipelines do; autocast has norms and sums in fp32."""

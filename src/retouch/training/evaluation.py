@@ -13,7 +13,7 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import PIL.Image
@@ -31,13 +31,16 @@ from retouch.observe.grids import grid
 from retouch.observe.guards import (
     PREFIX,
     Alarm,
+    Row,
     evaluation_alarms,
     image_statistics,
     nearest_distances,
     region_of,
+    score_of,
 )
 from retouch.observe.kept import images_of, kept_images, kept_rows, steps_kept
 from retouch.observe.log import means_text
+from retouch.observe.plateau import trend
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import RewardTable
 from retouch.rollout.plan import ode_plan
@@ -360,10 +363,17 @@ def evaluated(run: Run) -> Evaluation | None:
         return measured(work, reduce(add, parts)) if engine.is_main else None
 
 
+class Findings(NamedTuple):
+    """The alarms of an evaluation, and the reason to stop where it shows a plateau."""
+
+    alarms: Sequence[Alarm] = ()
+    plateau: str | None = None
+
+
 def keep_evaluation(
     run: Run, step: int, after_warmup: bool, moment: Moment, result: Evaluation, seconds: Mapping[str, float]
-) -> Sequence[Alarm]:
-    """Log, save and draw the evaluation of a step -> its alarms; none during a warm-up, which changes images on
+) -> Findings:
+    """Log, save and draw the evaluation of a step -> its findings; none during a warm-up, which changes images on
     purpose. On the first process.
 
     Args:
@@ -371,13 +381,13 @@ def keep_evaluation(
     """
     c, first = run.config.evaluation, run.config.algorithm.supervised_steps(run.config) if after_warmup else None
     kept = c.grid_examples * c.images_per_example
-    alarms = record_evaluation(run, step, moment, result, seconds, images=kept, compared_from=first)
+    found = record_evaluation(run, step, moment, result, seconds, images=kept, compared_from=first)
     if c.grid_examples:
         before = _milestones(run, step, after_warmup, run.dir.path / "evaluations")
         examples = run.eval_data[: c.num_examples]
         grid = evaluation_grid(examples, {**before, f"step {step}": result}, c.grid_examples)
         run.dir.save_image(step, "evaluation", grid)
-    return alarms
+    return found
 
 
 class Evaluated(Protocol):
@@ -398,26 +408,40 @@ def record_evaluation(
     *,
     images: int,
     compared_from: int | None,
-) -> Sequence[Alarm]:
-    """Log the evaluation of a step and save it below evaluations/ -> its alarms. On the first process.
+) -> Findings:
+    """Log the evaluation of a step and save it below evaluations/ -> its findings. On the first process.
 
     Args:
         images: number of images saved.
-        compared_from: first step whose evaluations count as earlier ones for alarms; None for no alarms.
+        compared_from: first step whose evaluations count as earlier ones; None for no findings.
     """
     held_out, means = "held_out" if run.eval_is_held_out else "train", result.means()
     run.dir.log("eval", step, {"moment": moment, "examples": held_out, "images": len(result.rows), **means}, seconds)
     logger.info("step %d, %d %s images: %s", step, len(result.rows), held_out.replace("_", "-"), means_text(means))
     folder, rewards = run.dir.path / "evaluations", run.rewards
-    alarms: Sequence[Alarm] = []
+    found = Findings()
     if compared_from is not None:
         gold = [name for name in rewards.evaluated if name not in rewards.trained]
         images_at = images_of(read_metrics(run.dir.path / "metrics.jsonl"))
         past = {at: path for at, path in steps_kept(folder).items() if compared_from <= at < step}
-        earlier = [rows for at, path in past.items() if (rows := kept_rows(path, images_at.get(at))) is not None]
-        alarms = evaluation_alarms(earlier, result.rows, optimized(rewards), gold)
+        earlier = {at: rows for at, path in past.items() if (rows := kept_rows(path, images_at.get(at))) is not None}
+        alarms = evaluation_alarms([*earlier.values()], result.rows, optimized(rewards), gold)
+        found = Findings(alarms, _plateau(run, {**earlier, step: result.rows}))
     save_evaluation(result, folder / f"step-{step:06d}", images)
-    return alarms
+    return found
+
+
+def _plateau(run: Evaluated, evaluations: Mapping[int, Sequence[Row]]) -> str | None:
+    """Why the run stops by `training.stop_on_plateau`, or None."""
+    given = run.config.training.stop_on_plateau
+    if given is False:
+        return None
+    weights = optimized(run.rewards) if given is True else {given: 1.0}
+    found, name = trend(evaluations, lambda row: score_of(row, weights)), " + ".join(weights)
+    if found is None:
+        return None
+    logger.info("plateau: %s changed by %s", name, found)
+    return f"training.stop_on_plateau: {name} no longer rises ({found})" if found.over else None
 
 
 def optimized(rewards: RewardTable) -> dict[str, float]:

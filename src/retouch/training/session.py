@@ -93,7 +93,13 @@ class Session:
         self._left: Left = _nothing
         self._under_way: Tensors | None = None  # rows of the epoch of the step under way
         self._counted = run.rewards.state()  # as of the last step: discarded rewards are requested again
-        self._stops = StopRequests(run.config.training.max_minutes, lambda flag: run.engine.any(flag), "the next step")
+        training = run.config.training
+        self._stops = StopRequests(
+            training.max_minutes,
+            lambda flag: run.engine.any(flag),
+            "the next step",
+            on_plateau=training.stop_on_plateau is not False,
+        )
         self._owes_evaluation = False
         self._watch = StepWatch()
         self._evaluated_at: int | None = None
@@ -340,8 +346,10 @@ class Session:
         self._evaluated_at = self.progress.step
         if result is not None:
             after_warmup = self.progress.phase == "rl"
-            for alarm in keep_evaluation(self.run, self.progress.step, after_warmup, moment, result, seconds):
+            found = keep_evaluation(self.run, self.progress.step, after_warmup, moment, result, seconds)
+            for alarm in found.alarms:
                 self._alert(alarm.text, stop=alarm.of_gold and self.config.evaluation.on_gold_fall == "stop")
+            self._stops.plateau = found.plateau
 
     def take_snapshots(self) -> None:
         """At the start of RL: the snapshots of the algorithm that there are not, of the policy, or as the reference of

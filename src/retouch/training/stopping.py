@@ -34,20 +34,28 @@ class Stop(NamedTuple):
 
 
 class StopRequests:
-    """A signal, an alarm, or the end of `training.max_minutes`.
+    """A signal, an alarm, a plateau, or the end of `training.max_minutes`.
 
     Args:
         max_minutes: None for no limit.
         any_rank: whether a flag is set on any process; a collective.
         where: the next place at which a run can stop, for the log.
+        on_plateau: whether evaluations may set `plateau`.
+
+    Attributes:
+        alarm, plateau: a reason to stop that the first process found.
     """
 
-    def __init__(self, max_minutes: float | None, any_rank: Callable[[bool], bool], where: str) -> None:
+    def __init__(
+        self, max_minutes: float | None, any_rank: Callable[[bool], bool], where: str, *, on_plateau: bool = False
+    ) -> None:
         self._max_minutes, self._any_rank, self._where = max_minutes, any_rank, where
+        self._on_plateau = on_plateau
         self._started = time.monotonic()
         self._signal: str | None = None
         self._requested_at: float | None = None
         self.alarm: str | None = None
+        self.plateau: str | None = None
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
@@ -73,6 +81,10 @@ class StopRequests:
             return Stop(f"received {self._signal or 'a signal on another process'}", 3)
         if self._any_rank(self.alarm is not None):
             return Stop(self.alarm or "an alarm on the first process", 3, f"correct the cause, then {CONTINUE}")
+        if self._on_plateau and self._any_rank(self.plateau is not None):
+            return Stop(
+                self.plateau or "a plateau on the first process", 0, f"{CONTINUE} training.stop_on_plateau=false"
+            )
         limit = self._max_minutes
         if limit is not None and self._any_rank(time.monotonic() - self._started > 60 * limit):
             return Stop(f"training.max_minutes = {limit:g} reached", 0)

@@ -132,7 +132,13 @@ class RunTrainer(GRPOTrainer):
         self.owes_evaluation = True
         self.stopping: Stop | None = None
         self.scoring = False
-        self.stops = StopRequests(run.config.training.max_minutes, self.any_rank, "the end of this cycle")
+        training = run.config.training
+        self.stops = StopRequests(
+            training.max_minutes,
+            self.any_rank,
+            "the end of this cycle",
+            on_plateau=training.stop_on_plateau is not False,
+        )
         self._before: Mapping[str, Any] = {}
         self.costs = Costs(run.diffusion_model.network, run.clock, frozen=True, recomputes=False)
         self.costs.peak = None  # the policy computes as well, and would be missing from the FLOPs
@@ -142,8 +148,9 @@ class RunTrainer(GRPOTrainer):
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
         self.evaluate_now("step")
         self.control.should_evaluate = False  # or a run that stops here would evaluate once more
-        if self.any_rank(self.stops.alarm is not None) and self.between_cycles():
-            self.stopping = self.stops.asked()
+        asked = self.stops.asked()  # the evaluation may have found a reason
+        if asked is not None and self.between_cycles():
+            self.stopping = asked
             self.control.should_training_stop = self.control.should_save = True
         return {}
 
@@ -233,8 +240,9 @@ class RunTrainer(GRPOTrainer):
             return
         rounds = [[one for of_rank in gathered for one in of_rank[k]] for k in range(c.images_per_example)]
         evaluation = evaluation_of(rounds)
-        alarms = record_evaluation(run, step, moment, evaluation, seconds, images=c.grid_examples, compared_from=0)
-        for alarm in alarms:
+        found = record_evaluation(run, step, moment, evaluation, seconds, images=c.grid_examples, compared_from=0)
+        self.stops.plateau = found.plateau
+        for alarm in found.alarms:
             run.dir.alarm(step, alarm.text)
             if alarm.of_gold and c.on_gold_fall == "stop":
                 self.stops.alarm = alarm.text
