@@ -16,13 +16,14 @@ from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.config.cost import SECONDS_A_QUESTION, Cost, cost
-from retouch.rewards.scorers.judged import LIST_PRICE
+from retouch.rewards.scorers.judge_client import DEFAULT_PRICES
 from retouch.rewards.scorers.reading import SECONDS_A_PAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/costs.md"
 
 GPUS = 8
+IN, OUT = DEFAULT_PRICES
 
 GPUS_OF = {"reproduce/flow_grpo_sd35m_ocr": 32, "reproduce/flow_grpo_sd35m_pickscore": 32}
 """Files whose published run had another number."""
@@ -65,8 +66,8 @@ TAIL = f"""
   autoencoder and the optimizer are in the measured rates; waiting for rewards, for other processes and for a text
   encoder that is trained is not.
 - **judge**: requests of the whole run, and dollars: by `price_in` and `price_out`, or at OpenAI by the list price of
-  its default model ({LIST_PRICE[0]:g} and {LIST_PRICE[1]:g} dollars per million tokens), with tokens of images by its
-  rule and estimated texts. `rewards.NAME.budget_dollars` ends a run before. At an address of your own it costs GPUs.
+  its default model ({IN:g} and {OUT:g} dollars per million tokens), with tokens of images by its rule and estimated
+  texts. `rewards.NAME.budget_dollars` ends a run before. At an address of your own it costs GPUs.
 - **servers**: reward servers that the run would not wait for: seconds of scoring over seconds of sampling in an epoch.
   Text of an image of 512 x 512 is read in {SECONDS_A_PAGE:g} s on one core (`benchmarks/reading_time.py`).
   `RUN_FILE=RUN.yaml GPUS=8 scripts/run_server.sh` starts this number, at most one for each core; set

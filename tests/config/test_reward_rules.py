@@ -115,11 +115,14 @@ def test_a_stop_needs_a_reward_that_can_fall(run_with: Callable[..., RunConfig])
 
 
 def test_a_plateau_needs_evaluations_that_could_show_it(run_with: Callable[..., RunConfig]) -> None:
-    plateau, key = "training.stop_on_plateau=true", "training.stop_on_plateau: given true, but"
-    line = refused(run_with(plateau, "training.eval_every=0"))
-    assert line == f"{key} training.eval_every is 0; set it to 1 or more, or set it to false"
-    [warning] = warnings_of(run_with(plateau, "evaluation.num_examples=19"))
-    assert warning.startswith("evaluation.num_examples: given 19, but training.stop_on_plateau judges no fewer than 20")
+    plateau = "training.stop_on_plateau=true"
+    for other, said in {
+        "training.eval_every=0": "training.eval_every: given 0, and training.stop_on_plateau will not stop the run; ",
+        "evaluation.num_examples=19": "evaluation.num_examples: given 19, but a plateau takes 20 to see, ",
+        "algorithm.name=sft": "algorithm.name: given sft, which has no RL whose start is compared, ",
+    }.items():
+        found = [line for line in warnings_of(run_with(plateau, other)) if "stop_on_plateau" in line]
+        assert [line.startswith(said) for line in found] == [True], found
     assert warnings_of(run_with(plateau, "evaluation.num_examples=20")) == warnings_of(run_with()) == []
     line = refused(run_with("training.stop_on_plateau=size"))
     assert "given size; expected true or a reward that evaluations score (" in line

@@ -87,7 +87,14 @@ _SWITCHED = ("sft", "grpo", "ppo", "dpo", "nft")
 
 _OWN: Mapping[str, Mapping[str, bool]] = {
     "train": {"--verbose": False},
-    "check": {"--world-size": True, "--memory": False, "--accelerate": True, "--trust": False, "--json": False},
+    "check": {
+        "--world-size": True,
+        "--gpu": True,
+        "--memory": False,
+        "--accelerate": True,
+        "--trust": False,
+        "--json": False,
+    },
 }
 """Command -> its own options, and whether a value follows."""
 

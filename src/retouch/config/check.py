@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
 
 from retouch.algorithms import ALGORITHMS
 from retouch.algorithms.base import RlConfig, require_gradient
@@ -75,7 +77,7 @@ def require_trainable(run: RunConfig) -> None:
 
 
 def _plateau(run: RunConfig, given: bool | str) -> None:
-    """Reject a plateau that no evaluation could show.
+    """Reject a plateau of what no evaluation scores.
 
     Raises:
         ConfigError: "key: given ...; expected ...; set ...".
@@ -88,12 +90,6 @@ def _plateau(run: RunConfig, given: bool | str) -> None:
     if given is not True and given not in scored:
         names = ", ".join(scored) or "none"
         raise ConfigError(f"{key}; expected true or a reward that evaluations score ({names}); set one, or {remedy}")
-    if not (run.algorithm.trains_on_rewards or isinstance(run.algorithm, RlConfig)):
-        raise ConfigError(
-            f"{key}, but algorithm.name={run.algorithm.name} has no RL, whose start is compared; {remedy}"
-        )
-    if not run.training.eval_every:
-        raise ConfigError(f"{key}, but training.eval_every is 0; set it to 1 or more, or {remedy}")
 
 
 def _gradient_weight(run: RunConfig, key: str, entry: RewardEntry) -> None:
@@ -241,9 +237,8 @@ def _without_effect(run: RunConfig) -> Iterator[str]:
             "rollout.solver": f"{samples}; leave it out",
             "optimizer.sft_lr": f"it is of a warm-up before RL; {algorithm.name} trains with optimizer.lr; set that",
         }
-    if (
-        isinstance(algorithm, RlConfig) and "sft_steps" not in algorithm.model_fields_set
-    ):  # a 0 that is written is meant
+    # a 0 that is written is meant
+    if isinstance(algorithm, RlConfig) and "sft_steps" not in algorithm.model_fields_set:
         off = "algorithm.sft_steps is 0: there is no supervised warm-up; set sft_steps, or leave it out"
         unread |= dict.fromkeys(("optimizer.sft_lr", "warmup_data"), off)
     if not any("mask" in section.has_images for section in (run.data, run.warmup_data) if section):
@@ -255,20 +250,32 @@ def _without_effect(run: RunConfig) -> Iterator[str]:
         unread |= dict.fromkeys(("reward_client.probe_tolerance", "reward_client.on_drift"), off)
     for key, why in unread.items():
         section, _, name = key.rpartition(".")
-        holder: Any = getattr(run, section) if section else run
-        value = getattr(holder, name, None)
-        if name in type(holder).model_fields and value != type(holder).model_fields[name].default:
+        holder: BaseModel = getattr(run, section) if section else run
+        field, value = type(holder).model_fields.get(name), getattr(holder, name, None)
+        if field is not None and value != field.default:
             shown = f" {value}" if isinstance(value, str | int | float) else ""
             yield f"{key}: given{shown}, but {why}"
 
 
 def _advice_on_plateau(run: RunConfig) -> Iterator[str]:
-    examples = run.evaluation.num_examples
-    if run.training.stop_on_plateau is not False and examples < PLATEAU_EXAMPLES:
+    """Warnings, because smoke runs and another algorithm are overrides of a run file that has the option."""
+    if run.training.stop_on_plateau is False:
+        return
+    stays = "and training.stop_on_plateau will not stop the run"
+    if not has_rl(run):
+        yield f"algorithm.name: given {run.algorithm.name}, which has no RL whose start is compared, {stays}"
+    elif not run.training.eval_every:
+        yield f"training.eval_every: given 0, {stays}; set it to 1 or more"
+    elif (examples := run.evaluation.num_examples) < PLATEAU_EXAMPLES:
         yield (
-            f"evaluation.num_examples: given {examples}, but training.stop_on_plateau judges no fewer than "
-            f"{PLATEAU_EXAMPLES}, and will not stop the run; set it to {PLATEAU_EXAMPLES} or more (256 is useful)"
+            f"evaluation.num_examples: given {examples}, but a plateau takes {PLATEAU_EXAMPLES} to see, {stays}; set "
+            f"it to {PLATEAU_EXAMPLES} or more (256 is useful)"
         )
+
+
+def has_rl(run: RunConfig) -> bool:
+    """Whether a run has a start of RL that later evaluations are compared with."""
+    return run.algorithm.trains_on_rewards or isinstance(run.algorithm, RlConfig)
 
 
 def _advice_on_distilled(run: RunConfig) -> Iterator[str]:

@@ -265,13 +265,13 @@ def _keep_one_step_size(run: dict[str, Any], typed: Collection[Key]) -> None:
     for path in _STEP_SIZES:
         section = _value_at(run, path[:-1])
         if path != set_here[0] and isinstance(section, dict):
-            section.pop(path[-1], None)
+            cast("dict[str, Any]", section).pop(path[-1], None)
 
 
 def _value_at(run: Mapping[str, Any], path: Key) -> Any:
     node: Any = run
     for part in path:
-        node = node.get(part) if isinstance(node, dict) else None
+        node = cast("dict[str, Any]", node).get(part) if isinstance(node, dict) else None
     return node
 
 

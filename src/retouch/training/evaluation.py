@@ -20,6 +20,7 @@ import PIL.Image
 from PIL.Image import Image
 from torch import nn
 
+from retouch.config.check import has_rl
 from retouch.data.formats.mmmg import LEVELS
 from retouch.data.sampler import derive_seed, own_share
 from retouch.disk import write_whole
@@ -434,7 +435,7 @@ def record_evaluation(
 def _plateau(run: Evaluated, evaluations: Mapping[int, Sequence[Row]]) -> str | None:
     """Why the run stops by `training.stop_on_plateau`, or None."""
     given = run.config.training.stop_on_plateau
-    if given is False:
+    if given is False or not has_rl(run.config):
         return None
     weights = optimized(run.rewards) if given is True else {given: 1.0}
     found, name = trend(evaluations, lambda row: score_of(row, weights)), " + ".join(weights)
