@@ -10,9 +10,9 @@ from statistics import fmean
 import pytest
 from tools import cost_table
 
-from retouch.algorithms import train as recipes
 from retouch.config import ConfigError, RunConfig, derive
 from retouch.config.cost import MEASURED, Cost, Forwards, cost, cost_lines, evaluations
+from retouch.observe import log
 from retouch.rewards.base import Question, tiled_tokens
 from retouch.rewards.scorers.reading import SECONDS_A_PAGE
 from tests.command_line import retouch
@@ -260,22 +260,15 @@ def test_a_text_encoder_that_is_trained() -> None:
     assert known.judges["complex_edit"].requests > 32_000
 
 
-def test_a_run_logs_its_cost_before_it_starts(
+def test_the_cost_that_a_run_logs(
     run_with: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, of the GPUs of the machine; a fault of the count does not end the run."""
-    run, told = run_with("model.path=somewhere", "data.resolution=512"), list[str]()
-    monkeypatch.setattr(recipes, "require_files", lambda config: None)
-    monkeypatch.setattr(recipes, "load_attribute", lambda place: lambda config: told.append(caplog.text))
-    monkeypatch.setattr(recipes, "nvidia_smi", lambda: ["NVIDIA A100-SXM4-80GB"])
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "1")
+    """Of the GPUs of the machine; a fault of the count does not end the run."""
+    run = run_with("model.path=somewhere", "data.resolution=512")
+    monkeypatch.setattr(log, "nvidia_smi", lambda: ["NVIDIA A100-SXM4-80GB"])
     with caplog.at_level("INFO", logger="retouch"):
-        recipes.train(run)
-        monkeypatch.setenv("RANK", "0")
-        recipes.train(run)
-        monkeypatch.setattr(recipes, "cost", lambda *given: 1 / 0)
-        recipes.train(run)
-    assert told[0] == ""
-    assert "on NVIDIA A100-SXM4-80GB at 84 TFLOP/s (derived)" in told[1] and "s on 4 GPUs" in told[1]
-    assert "cost of the run: not measured from here on (ZeroDivisionError" in told[2]
+        log.log_cost(run, 4)
+        assert "on NVIDIA A100-SXM4-80GB at 84 TFLOP/s (derived)" in caplog.text and "s on 4 GPUs" in caplog.text
+        monkeypatch.setattr(log, "cost", lambda *given: 1 / 0)
+        log.log_cost(run, 4)
+    assert "cost of the run: not measured from here on (ZeroDivisionError" in caplog.text

@@ -12,10 +12,24 @@ from typing import Any
 
 from retouch.algorithms.vlm_grpo.config import VlmDerived
 from retouch.config import Derived, RunConfig
+from retouch.config.cost import DEFAULT_GPU, cost, cost_lines, known_peak
 from retouch.disk import append_to
+from retouch.machine import nvidia_smi
+from retouch.observe.measuring import Measurement
 from retouch.plain_text import PrintableFormatter
 
 logger = logging.getLogger(__name__)
+
+
+def log_cost(config: RunConfig, processes: int) -> None:
+    """Log what a run will cost on the GPUs of this machine, or on the default one where none is known. A fault of the
+    count is a warning."""
+    Measurement("cost of the run").take(_log_cost, config, processes)
+
+
+def _log_cost(config: RunConfig, processes: int) -> None:
+    gpu = next((name for name in nvidia_smi() if known_peak(name)), DEFAULT_GPU)
+    logger.info("%s", "\n".join(cost_lines(config, cost(config, processes, gpu))))
 
 
 def header(config: RunConfig, derived: Derived | VlmDerived, parameters: int, resumed_from: Path | None) -> str:

@@ -28,7 +28,7 @@ from retouch.engine.saved import sound_state
 from retouch.families.embeddings import base_files
 from retouch.machine import return_memory
 from retouch.observe.guards import StepWatch, score_drifts
-from retouch.observe.log import header
+from retouch.observe.log import header, log_cost
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import of_all
@@ -508,6 +508,8 @@ class Session:
     def _log_header(self, folder: Path | None) -> None:
         run = self.run
         logger.info("%s", header(self.config, run.derived, run.policy.size, folder))
+        if run.dir.main:
+            log_cost(self.config, run.engine.world_size)
         for line in warnings_of(self.config, run.derived.world_size) if run.dir.main else ():
             logger.warning("%s", line)
         for line in preset_lines(self.config):

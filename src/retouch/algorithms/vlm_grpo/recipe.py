@@ -38,7 +38,7 @@ from retouch.engine import Launched, gather_list
 from retouch.engine.checkpoint import verify_once
 from retouch.engine.saved import sound_state
 from retouch.engine.zero import note_compiling
-from retouch.observe.log import header
+from retouch.observe.log import header, log_cost
 from retouch.observe.run_dir import read_metrics
 from retouch.training.resume import evaluation_stands, has_finished, resume_folder, same_kind
 from retouch.training.scoring import (
@@ -102,6 +102,8 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
     missing = ("eval", step) not in [(record["kind"], record["step"]) for record in read_metrics(metrics)]
     trainer.owes_evaluation = trainer.any_rank(run.dir.main and due and missing)
     logger.info("%s", header(config, run.derived, trainer.trained_parameters(), folder))
+    if run.dir.main:
+        log_cost(config, run.derived.world_size)
     for line in warnings_of(config, run.derived.world_size) if run.dir.main else ():
         logger.warning("%s", line)
     with trainer.stops.handling_signals(), run.dir.bar(run.clock, lambda: "rl", step):
