@@ -26,12 +26,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 import colours
@@ -42,7 +41,7 @@ from loop_overhead import machine, timed
 from retouch.config import RunConfig, parse_run
 from retouch.observe import Stopwatch
 from retouch.observe.run_dir import read_metrics
-from retouch.observe.statistics import student
+from retouch.observe.statistics import paired_difference
 from retouch.tiny.signs import (
     draw_words,
     write_signs,
@@ -108,7 +107,7 @@ def main() -> None:
     if rows and not arguments.table and known["settings"] != settings(arguments):
         parser.error(f"{arguments.out}: its rows are of other settings, {known['settings']}; give another file")
     if arguments.table:
-        tell(rows)
+        print(table(rows))
         return
     wanted = [("colours", seed) for seed in arguments.seeds] + [("flux_fill", 0)]
     with tempfile.TemporaryDirectory() as folder:
@@ -121,19 +120,7 @@ def main() -> None:
             if arguments.out:
                 text = json.dumps({"machine": machine(), "settings": settings(arguments), "rows": rows}, indent=1)
                 arguments.out.write_text(text + "\n", encoding="utf-8")
-    tell(rows)
-
-
-def tell(rows: Sequence[Row]) -> None:
-    """The table, and what another seed may show."""
     print(table(rows))
-    guided = [row for row in rows if row["base"] == "colours"]
-    if len(guided) > 1:
-        for measure in MEASURES:
-            mean, low, high = over_seeds(guided, "reference", f"{measure}_as_trained")
-            print(
-                f"over {len(guided)} seeds, as trained, off reference: {measure} {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
-            )
 
 
 def settings(arguments: argparse.Namespace) -> Row:
@@ -228,7 +215,7 @@ def compared(
     after: Mapping[str, Measured],
 ) -> Row:
     """How much less the fast run took than another, and how its pictures compare: the number of pairs, the sum of their
-    differences and that of the squares, from which mean and interval over several seeds follow."""
+    differences and that of the squares."""
     row: Row = {"forwards": round(sum(forwards(runs[other]).values()) / sum(forwards(runs[FAST]).values()), 3)}
     for title, clock in (("wall", 0), ("process", 1)):
         ratios = sorted(t[other][clock] / t[FAST][clock] for t in times)
@@ -241,19 +228,11 @@ def compared(
     return row
 
 
-def difference(rows: Sequence[Row], other: str, measure: str) -> tuple[float, float, float]:
-    """Mean of fast minus the other over the pairs of all seeds, and its 95 % interval, mean ± t s / sqrt(n)."""
-    n, total, squares = (sum(column) for column in zip(*(r["fast_against"][other][measure] for r in rows), strict=True))
-    mean = total / n
-    half = student(n - 1) * math.sqrt((squares - n * mean**2) / (n - 1) / n)
-    return mean, mean - half, mean + half
-
-
 def over_seeds(rows: Sequence[Row], other: str, measure: str) -> tuple[float, float, float]:
-    """Mean over the seeds of fast minus the other, and its 95 % interval by Student's t: what another seed may show."""
+    """Mean over the seeds of fast minus the other, and its 95 % interval by Student's t: what another seed may show.
+    Not over pictures: those of a seed are of one trained network and of few prompts, and are not independent."""
     means = [total / n for n, total, _ in (row["fast_against"][other][measure] for row in rows)]
-    half = student(len(means) - 1) * stdev(means) / math.sqrt(len(means))
-    return fmean(means), fmean(means) - half, fmean(means) + half
+    return paired_difference(means, [0.0] * len(means))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -278,7 +257,7 @@ def table(rows: Sequence[Row]) -> str:
 def _interval(rows: Sequence[Row], other: str, measure: str) -> str:
     if measure not in rows[0]["fast_against"][other]:
         return "not measured"
-    mean, low, high = difference(rows, other, measure)
+    mean, low, high = over_seeds(rows, other, measure)
     return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 

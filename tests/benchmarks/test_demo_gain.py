@@ -13,6 +13,7 @@ import pytest
 from retouch.families.loading import tiny_path
 
 REPOSITORY = Path(__file__).parents[2]
+RESULTS = ("demo_gain.json", "demo_gain_30_minutes.json")
 Row = dict[str, Any]
 
 
@@ -34,7 +35,7 @@ def committed(name: str) -> Row:
     return json.loads((REPOSITORY / "benchmarks/results" / name).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", ["demo_gain.json", "demo_gain_30_minutes.json"])
+@pytest.mark.parametrize("name", RESULTS)
 def test_the_committed_results_are_of_this_run_file_and_base(name: str) -> None:
     sys.path.insert(0, str(REPOSITORY / "benchmarks"))
     import demo_gain
@@ -47,6 +48,16 @@ def test_three_seeds_gained_more_than_their_controls() -> None:
     for seed in range(3):
         check_gain(rows[f"grpo-{seed}"])
         assert rows[f"grpo-{seed}"]["held_out"]["last"]["ocr.ned"] > rows[f"sft-{seed}"]["held_out"]["last"]["ocr.ned"]
+
+
+def test_the_page_has_these_intervals() -> None:
+    page = (REPOSITORY / "docs/demo.md").read_text(encoding="utf-8")
+    rows = {row["run"]: row for name in RESULTS for row in committed(name)["rows"]}
+    shown = [rows["grpo-0"]["gain"][measure] for measure in ("ocr.ned", "glyph_correlation")]
+    for mean, low, high in (*shown, *(rows[run]["gain"]["ocr.ned"] for run in ("grpo-1", "grpo-2", "long-0"))):
+        assert f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]".replace("0.", ".") in page
+    exact = rows["grpo-0"]["gain"]["ocr.exact"]
+    assert f"[{exact[1]:+.3f}, {exact[2]:+.3f}]".replace("0.", ".") in page
 
 
 def test_half_an_hour_did_not_collapse() -> None:

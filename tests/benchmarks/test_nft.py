@@ -40,6 +40,17 @@ def test_every_other_run_is_of_the_run_file_and_base_in_the_tree_and_raised_its_
             assert row["images"] >= 192 and row["gain"]["ocr.ned"][1] > 0
 
 
+def test_what_a_larger_kl_changed_and_the_noise_of_a_pair_of_runs() -> None:
+    page = " ".join((REPOSITORY / "docs/algorithms.md").read_text(encoding="utf-8").split())
+    over = [row["over_kl_0.01"] for row in sorted(ROWS, key=nft.order) if "over_kl_0.01" in row]
+    ned, glyphs = ([one[measure] for one in over] for measure in ("ocr.ned", "glyph_correlation"))
+    for words, found in (("NED differs", ned), ("Glyph correlation differs", glyphs)):
+        first, second, third = (f"{mean:+.3f}".replace("0.", ".", 1) for mean, _, _ in found)
+        assert f"{words} by {first}, {second} and {third}" in page
+    assert all(low < 0 < high and round((high - low) / 2, 2) == 0.02 for _, low, high in ned)
+    assert [low > 0 for _, low, _ in glyphs] == [False, False, True]
+
+
 def test_forwards_are_those_of_rl(tmp_path: Path) -> None:
     steps = [
         {"kind": "train", "phase": "warmup", "step": 1, "time": {"images": 9, "nfe_train_forward": 90.0}},

@@ -106,3 +106,5 @@ def test_scouts_missed_the_criterion_and_the_page_has_the_numbers() -> None:
     assert f"<!-- table: benchmarks/results/scouts.json ranks -->\n\n{scouts.ranks_table(ROWS)}\n" in page
     for arm, seed in NED:
         assert NED[arm, seed] < NED[scouts.PLAIN, seed] + 0.03
+    for arm in ("down-sampling 16", "free 16"):  # within the noise of a pair of runs, .02
+        assert abs(NED[arm, 0] - NED[scouts.PLAIN, 0]) < 0.022

@@ -55,3 +55,6 @@ def test_the_page_says_what_was_found() -> None:
     for algorithm, measure in product(("grpo", "nft"), ("ocr", "font_right", "font_margin")):
         mean, low, high = FOUND["pooled"][algorithm][measure]
         assert f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]" in page
+    for algorithm in ("grpo", "nft"):
+        mean, low, high = FOUND["pooled"][algorithm]["ink_error"]
+        assert low < 0 < high and f"ink error differs by {mean:+.1f} [{low:+.1f}, {high:+.1f}]" in page

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from retouch.tiny.edits import COLOURS, write_edits
+from retouch.data.sampler import derive_seed
+from retouch.observe.statistics import student
+from retouch.tiny.edits import COLOURS, draw_edit, write_edits
 
 REPOSITORY = Path(__file__).parents[2]
 Row = dict[str, Any]
@@ -69,7 +73,18 @@ def test_it_is_of_the_run_file_and_base_that_lie_here(row: Row) -> None:
 @each_row
 def test_every_run_learned_what_to_say(row: Row) -> None:
     check(row)
-    assert "All nine runs learned." in PROSE and len(ROWS) == 9
+    assert "All nine runs learned" in PROSE and len(ROWS) == 9
+
+
+def test_tasks_share_instructions() -> None:
+    """With equal gains of the tasks of an instruction, the variance of their mean is that of a mean weighted by its
+    tasks; no run needs them to be independent."""
+    random = Random(derive_seed("edits", "held_out", 2))
+    tasks = Counter(draw_edit(random, "held_out").instruction for _ in range(ROWS[0]["tasks"]))
+    wider = (sum(n**2 for n in tasks.values()) / tasks.total()) ** 0.5
+    wider *= student(len(tasks) - 1) / student(tasks.total() - 1)
+    assert f"share {len(tasks)} instructions" in PROSE and f"would be {wider:.2f} times as wide" in PROSE
+    assert all(row["gain"][0] - wider * (row["gain"][0] - row["gain"][1]) > 0 for row in ROWS)
 
 
 def test_what_the_kl_is_for(tmp_path: Path) -> None:
