@@ -133,7 +133,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo: training": (
         "training.max_minutes=60", "training.checkpoint_every=2", "training.keep_checkpoints=1",
         "training.eval_every=1", "training.gradient_checkpointing=true", "training.deterministic=true",
-        "training.max_steps=5",
+        "training.max_steps=5", "training.stop_on_plateau=true",
     ),
     "grpo: evaluation": (
         "evaluation.data={format: self_bench, path: SIGNS/targets, resolution: [32, 64]}",

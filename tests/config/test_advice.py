@@ -82,10 +82,6 @@ FIRES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("algorithm.kl_weight=9e-4", "algorithm.kl_mode=flow_grpo"),
         ("algorithm.kl_weight=0.04", "algorithm.kl_mode=flow_grpo"),
     ),
-    "kl_weight on FLUX": (
-        (*FLUX, "algorithm.kl_weight=0.04", "algorithm.kl_mode=flow_grpo"),
-        (*FLUX, "algorithm.kl_weight=4e-3", "algorithm.kl_mode=flow_grpo"),
-    ),
     "kl_weight of DiffusionNFT": (
         ("algorithm={name: nft, kl_weight: 0.4}",),
         ("algorithm={name: nft, kl_weight: 0.01}",),

@@ -573,7 +573,6 @@ def test_a_warm_up_that_is_turned_off_is_no_warning(run_with: RunWith) -> None:
         ((SFT, "rewards={}", "optimizer.steps_per_forward=1"), "optimizer.steps_per_forward", "algorithm.name=grpo"),
         ((SFT, "rewards={}", "logging.rollout_images_every=5"), "logging.rollout_images_every", "algorithm.name=nft"),
         ((NFT, "optimizer.sft_lr=1e-5"), "optimizer.sft_lr", "algorithm={name: nft, sft_steps: 5}"),
-        ((NFT, WARM), "warmup_data", "algorithm={name: nft, sft_steps: 5}"),
         (
             ("model={family: sd3, path: tiny}", NFT, "data={format: prompts, path: p.txt, resolution: 64}", REGION),
             "algorithm.region",

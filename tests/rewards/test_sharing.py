@@ -69,7 +69,9 @@ def test_the_processes_of_a_machine_share_one_server(tmp_path: Path, monkeypatch
     made: list[LocalServer] = []
 
     class Counted(LocalServer):
-        def __init__(self, scorers: Mapping[str, Mapping[str, Any]], log: Path, devices: Sequence[str]) -> None:
+        def __init__(
+            self, scorers: Mapping[str, Mapping[str, Any]], log: Path, devices: Sequence[str], spending: Path | None
+        ) -> None:
             super().__init__(scorers, log, devices)
             made.append(self)
 
@@ -88,7 +90,7 @@ def test_a_server_that_does_not_start_stops_every_process(tmp_path: Path, monkey
     """Also those that only wait for its address."""
 
     class Broken:
-        def __init__(self, scorers: Any, log: Path, devices: Any) -> None:
+        def __init__(self, scorers: Any, log: Path, devices: Any, spending: Any) -> None:
             raise ConfigError("the reward server did not start")
 
     monkeypatch.setattr(compose, "LocalServer", Broken)
@@ -111,7 +113,7 @@ def test_each_machine_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         logs: list[str] = []
 
         class Placed:
-            def __init__(self, scorers: Any, log: Path, devices: Any) -> None:
+            def __init__(self, scorers: Any, log: Path, devices: Any, spending: Any) -> None:
                 self.place = threading.current_thread().name
                 logs.append(log.name)
 

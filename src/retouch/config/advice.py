@@ -57,7 +57,6 @@ LEARNING_RATES: Mapping[str, Published] = {
 
 KL_WEIGHTS: Mapping[str, Published] = {
     "flow_grpo": Published(0.01, 0.04, "Flow-GRPO on SD3.5"),
-    "flow_grpo of embedded guidance": Published(4e-4, 4e-3, "Flow-GRPO issues 110 and 204: FLUX collapses at 0.04"),
     "exact": Published(0.0, 0.04, "Flow-GRPO, whose KL is the smaller one"),
     "nft": Published(1e-4, 0.2, "DiffusionNFT and Flow-Factory up to 2e-3, our tiny runs up to 0.2"),
     "vlm": Published(1e-3, 0.04, "TRL"),
@@ -166,8 +165,6 @@ def _kl_weight(run: RunConfig, world_size: int) -> str | None:
         kind, key, weight = "vlm", "algorithm.trl.beta", getattr(run.algorithm, "trl", {}).get("beta")
     elif algorithm is not None and algorithm.name in ("grpo", "ppo", "nft"):
         kind = getattr(algorithm, "kl_mode", "nft")
-        if kind == "flow_grpo" and not run.model.spec.doubles_for_guidance:
-            kind = "flow_grpo of embedded guidance"
     if not weight or not kind or KL_WEIGHTS[kind].holds(weight):
         return None
     known = KL_WEIGHTS[kind]

@@ -33,6 +33,10 @@ PLATEAU_EXAMPLES = 20
 many are equal by chance is below what any of 500 evaluations spends."""
 
 
+PLATEAU_EVALUATIONS = 7
+"""Evaluations that the first verdict on a plateau needs: two in each third of a run, and the one that ends it."""
+
+
 def check(run: RunConfig) -> None:
     """Reject options of a section that cannot work in this run, and combinations of sections that cannot work.
 
@@ -65,12 +69,6 @@ def require_trainable(run: RunConfig) -> None:
         raise ConfigError(
             f"rewards.{name}: given as the name of a reward, but evaluations have a column {name!r} of their own, and "
             f"would show neither rightly; give it another name, with scorer: {run.rewards[name].scorer}"
-        )
-    evaluated = [entry for entry in run.rewards.values() if entry.role == "gold" and not entry.compares_group()]
-    if run.evaluation.on_gold_fall == "stop" and not evaluated:
-        raise ConfigError(
-            "evaluation.on_gold_fall: given 'stop', but no reward has role gold, and nothing would stop the run; set "
-            "it for one that evaluations score, or leave on_gold_fall out"
         )
     if run.training.stop_on_plateau is not False:
         _plateau(run, run.training.stop_on_plateau)
@@ -222,7 +220,7 @@ def _sharding(run: RunConfig) -> None:
 def warnings_of(run: RunConfig, world_size: int = 1) -> list[str]:
     """One line for each warning: the key, the value given, its effect, and the option to set."""
     rewards = (line for name, entry in run.rewards.items() for line in entry.advice(name))
-    own = (*run.algorithm.warnings(run), *_without_effect(run), *_advice_on_distilled(run), *_advice_on_plateau(run))
+    own = (*run.algorithm.warnings(run), *_without_effect(run), *_advice_on_distilled(run), *_advice_on_stops(run))
     return [*own, *rewards, *advice(run, world_size).values()]
 
 
@@ -240,7 +238,7 @@ def _without_effect(run: RunConfig) -> Iterator[str]:
     # a 0 that is written is meant
     if isinstance(algorithm, RlConfig) and "sft_steps" not in algorithm.model_fields_set:
         off = "algorithm.sft_steps is 0: there is no supervised warm-up; set sft_steps, or leave it out"
-        unread |= dict.fromkeys(("optimizer.sft_lr", "warmup_data"), off)
+        unread["optimizer.sft_lr"] = off
     if not any("mask" in section.has_images for section in (run.data, run.warmup_data) if section):
         unread["algorithm.region"] = "no example has a mask, and the loss is taken everywhere; leave it out"
     if not algorithm.trains_on_rewards:
@@ -257,8 +255,15 @@ def _without_effect(run: RunConfig) -> Iterator[str]:
             yield f"{key}: given{shown}, but {why}"
 
 
-def _advice_on_plateau(run: RunConfig) -> Iterator[str]:
-    """Warnings, because smoke runs and another algorithm are overrides of a run file that has the option."""
+def _advice_on_stops(run: RunConfig) -> Iterator[str]:
+    """Of a stop that cannot come. Warnings, because smoke runs, other rewards and another algorithm are overrides of a
+    run file that has it."""
+    evaluated = [entry for entry in run.rewards.values() if entry.role == "gold" and not entry.compares_group()]
+    if run.evaluation.on_gold_fall == "stop" and not evaluated:
+        yield (
+            "evaluation.on_gold_fall: given 'stop', but no reward has role gold, and nothing would stop the run; set "
+            "it for one that evaluations score, or on_gold_fall=warn"
+        )
     if run.training.stop_on_plateau is False:
         return
     stays = "and training.stop_on_plateau will not stop the run"
@@ -266,11 +271,22 @@ def _advice_on_plateau(run: RunConfig) -> Iterator[str]:
         yield f"algorithm.name: given {run.algorithm.name}, which has no RL whose start is compared, {stays}"
     elif not run.training.eval_every:
         yield f"training.eval_every: given 0, {stays}; set it to 1 or more"
+    elif (count := _evaluations_of_rl(run)) < PLATEAU_EVALUATIONS:
+        yield (
+            f"training.eval_every: given {run.training.eval_every}, {count} evaluations of RL, but a plateau takes "
+            f"{PLATEAU_EVALUATIONS} to see, {stays}; lower it"
+        )
     elif (examples := run.evaluation.num_examples) < PLATEAU_EXAMPLES:
         yield (
             f"evaluation.num_examples: given {examples}, but a plateau takes {PLATEAU_EXAMPLES} to see, {stays}; set "
             f"it to {PLATEAU_EXAMPLES} or more (256 is useful)"
         )
+
+
+def _evaluations_of_rl(run: RunConfig) -> int:
+    """Evaluations before the last step, the one at the start of RL included."""
+    every, warm_up = run.training.eval_every, getattr(run.algorithm, "sft_steps", 0)
+    return 1 + (run.training.max_steps - 1) // every - warm_up // every
 
 
 def has_rl(run: RunConfig) -> bool:

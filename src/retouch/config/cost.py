@@ -65,7 +65,7 @@ class Judged:
 
     Attributes:
         dollars: None where the price is not known.
-        budget: dollars after which a process asks no more.
+        budget: dollars after which the run asks no more.
     """
 
     requests: float
@@ -354,6 +354,6 @@ def reward_told(one: Scored) -> str:
 
 def judge_told(judged: Judged) -> str:
     price = "no known price: set price_in and price_out" if judged.dollars is None else f"${judged.dollars:,.0f}"
-    budget = "" if judged.budget is None else f", a budget of ${judged.budget:,.0f} for each process"
+    budget = "" if judged.budget is None else f", a budget of ${judged.budget:,.0f} for the whole run"
     tokens = f"{judged.tokens_in / 1e6:,.1f} + {judged.tokens_out / 1e6:,.1f} million tokens"
     return f"{judged.requests:,.0f} requests, {tokens}, {price}{budget}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from retouch.config.check import PLATEAU_EXAMPLES
+from retouch.config.check import PLATEAU_EVALUATIONS, PLATEAU_EXAMPLES
 from retouch.observe.guards import FALSE_ALARMS, Row
 from retouch.observe.statistics import paired_difference
 
@@ -23,7 +23,7 @@ plateau; a linear one adds 40 % at every length."""
 EACH = 2
 """Evaluations that each third has at least."""
 
-FIRST = 3 * EACH
+FIRST = PLATEAU_EVALUATIONS - 1
 """Number of earlier evaluations of the first that can end a run."""
 
 
