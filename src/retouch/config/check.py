@@ -256,8 +256,8 @@ def _without_effect(run: RunConfig) -> Iterator[str]:
 
 
 def _advice_on_stops(run: RunConfig) -> Iterator[str]:
-    """Of a stop that cannot come. Warnings, because smoke runs, other rewards and another algorithm are overrides of a
-    run file that has it."""
+    """Warnings about stops that cannot come; no errors, because smoke runs, other rewards and another algorithm are
+    overrides of a run file that has them."""
     evaluated = [entry for entry in run.rewards.values() if entry.role == "gold" and not entry.compares_group()]
     if run.evaluation.on_gold_fall == "stop" and not evaluated:
         yield (
