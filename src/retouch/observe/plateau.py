@@ -70,6 +70,16 @@ def trend(evaluations: Mapping[int, Sequence[Row]], measure: Callable[[Row], flo
     return trend_of(steps, values, [example for example, _ in images])
 
 
+def lacking_after(evaluations: int) -> str | None:
+    """What is missing where so many evaluations have no trend; None where more of them are to come."""
+    if evaluations <= FIRST:
+        return None
+    return (
+        f"it takes {PLATEAU_EXAMPLES} examples that are scored in the first evaluation and in the last two thirds of "
+        f"all, and {EACH} evaluations or more in each of these"
+    )
+
+
 def trend_of(steps: Sequence[int], values: NDArray[np.float64], examples: Sequence[int]) -> Trend | None:
     """The trend of a measure.
 

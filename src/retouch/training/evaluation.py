@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cache, reduce
 from operator import add
 from pathlib import Path
 from statistics import fmean
@@ -41,7 +41,7 @@ from retouch.observe.guards import (
 )
 from retouch.observe.kept import images_of, kept_images, kept_rows, steps_kept
 from retouch.observe.log import means_text
-from retouch.observe.plateau import trend
+from retouch.observe.plateau import lacking_after, trend
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import RewardTable
 from retouch.rollout.plan import ode_plan
@@ -440,9 +440,17 @@ def _plateau(run: Evaluated, evaluations: Mapping[int, Sequence[Row]]) -> str | 
     weights = optimized(run.rewards) if given is True else {given: 1.0}
     found, name = trend(evaluations, lambda row: score_of(row, weights)), " + ".join(weights)
     if found is None:
+        if lacking := lacking_after(len(evaluations)):
+            _warn_of_no_verdict(run.dir.path, name, lacking)
         return None
     logger.info("plateau: %s changed by %s", name, found)
     return f"training.stop_on_plateau: {name} no longer rises ({found})" if found.over else None
+
+
+@cache
+def _warn_of_no_verdict(run: Path, name: str, lacking: str) -> None:
+    """Once for each run: every later evaluation would say it again."""
+    logger.warning("%s: training.stop_on_plateau cannot tell whether %s still rises: %s", run, name, lacking)
 
 
 def optimized(rewards: RewardTable) -> dict[str, float]:
