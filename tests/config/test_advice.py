@@ -33,7 +33,14 @@ FLUX = ("model={family: flux_dev, path: somebody/model, train: {kind: lora}}", "
 FIRES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "many_steps": (("optimizer.global_batch_size=25",), ("optimizer.global_batch_size=32",)),
     "many_steps of inner epochs": (("algorithm.inner_epochs=3",), ("algorithm.inner_epochs=2",)),
-    "few_groups": (("optimizer.global_batch_size=31",), ("optimizer.global_batch_size=32",)),
+    "few_groups": (
+        ("rollout.global_groups_per_batch=8", "optimizer.global_batch_size=16"),
+        ("rollout.global_groups_per_batch=8", "optimizer.global_batch_size=32"),
+    ),
+    "few_groups in too many steps": (
+        ("rollout.global_groups_per_batch=8", "optimizer.global_batch_size=16"),
+        ("optimizer.global_batch_size=31",),
+    ),
     "few_groups of an epoch": (
         ("rollout.global_groups_per_batch=3",),
         ("rollout.global_groups_per_batch=3", "rollout.group_size=1", "algorithm={name: ppo}"),
@@ -41,6 +48,10 @@ FIRES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "idle_clip": (
         ("algorithm.clip_range=1e-5", "optimizer.global_batch_size=128"),
         ("algorithm.clip_range=1e-5", "optimizer.global_batch_size=64"),
+    ),
+    "idle_clip where nothing is ever clipped": (
+        ("algorithm.clip_range=1e-5", "optimizer.global_batch_size=128"),
+        ("algorithm.clip_range=0.2", "optimizer.global_batch_size=128"),
     ),
     "clip_below_rounding": (("algorithm.old_log_probs=recorded",), ("algorithm.old_log_probs=recomputed",)),
     "clip_below_rounding without guidance": (
@@ -129,10 +140,12 @@ def test_every_warning_has_both_cases_and_a_reason() -> None:
 def test_steps_that_depend_on_the_number_of_processes() -> None:
     """With `gradient_accumulation` one process takes more steps than eight; with a global size both take as many."""
     run = parse_run({**RELEASED, "optimizer": {"lr": 3e-4, "gradient_accumulation": 8}})
-    assert {*advice(run, 1)} == {"many_steps", "few_groups"} and advice(run, 8) == {}
-    assert [line.split(":")[0] for line in warnings_of(run)] == ["optimizer.gradient_accumulation"] * 2
+    assert {*advice(run, 1)} == {"many_steps"} and advice(run, 8) == {}  # few groups have the same cause
+    assert [line.split(":")[0] for line in warnings_of(run)] == ["optimizer.gradient_accumulation"]
+    assert advice(run, 1)["many_steps"].endswith("raise it, or set optimizer.global_batch_size")
     many = parse_run(RELEASED, ["optimizer.global_batch_size=25"])
-    assert {*advice(many, 1)} == {*advice(many, 8)} == {"many_steps", "few_groups"}
+    assert {*advice(many, 1)} == {*advice(many, 8)} == {"many_steps"}
+    assert advice(many, 1)["many_steps"].endswith("; raise it")  # the key is set
 
 
 @pytest.mark.parametrize("overrides", [("data.resolution=64",), ("model.path=tiny",)])

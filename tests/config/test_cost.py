@@ -251,6 +251,13 @@ def test_a_toy_model_says_what_is_not_known() -> None:
     assert any(line.startswith("    not known      FLOPs and GPU hours: tiny has not the sizes") for line in lines)
 
 
+def test_groups_that_are_sampled_again_are_not_known(run_with: Run) -> None:
+    def told(rounds: int) -> str:
+        return " ".join(cost(run_with(f"algorithm={{name: grpo, resample_rounds: {rounds}}}")).unknown)
+
+    assert "algorithm.resample_rounds" in told(1) and "algorithm.resample_rounds" not in told(0)
+
+
 def test_a_text_encoder_that_is_trained() -> None:
     """A step of 8 processes has 16 completions with an image each."""
     known = of_file("qwen_image_edit_vlm_grpo_8gpu", "training.max_steps=2000", "algorithm.trl.num_iterations=1")

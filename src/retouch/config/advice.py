@@ -86,7 +86,9 @@ def _many_steps(run: RunConfig, world_size: int) -> str | None:
     if steps <= MOST_STEPS:
         return None
     key = run.optimizer.step_size_key if algorithm.inner_epochs < steps else "algorithm.inner_epochs"
-    fewer = "lower it" if key == "algorithm.inner_epochs" else "raise it, or set optimizer.global_batch_size"
+    fewer = "lower it" if key == "algorithm.inner_epochs" else "raise it"
+    if key == "optimizer.gradient_accumulation":
+        fewer += ", or set optimizer.global_batch_size"
     return (
         f"{key}: an epoch takes {steps} optimizer steps; published runs take 1 or 2, because later ones train on the "
         f"samples of another policy; {fewer}"
@@ -103,6 +105,8 @@ def _few_groups(run: RunConfig, world_size: int) -> str | None:
     if share >= FEWEST_GROUPS:
         return None
     key = "rollout.global_groups_per_batch" if groups < FEWEST_GROUPS else run.optimizer.step_size_key
+    if (_many_steps(run, world_size) or "").startswith(f"{key}: "):  # a larger step mends both
+        return None
     return (
         f"{key}: an optimizer step has the images of {share:g} groups; published runs have 8 and more, and with fewer "
         f"the reward may not rise; raise it until a step has {FEWEST_GROUPS} groups"
@@ -116,7 +120,7 @@ def _idle_clip(run: RunConfig, world_size: int) -> str | None:
     if algorithm is None or field is None or algorithm.steps_per_pass(run, world_size) * algorithm.inner_epochs > 1:
         return None
     given = getattr(algorithm, "clip_range", None)
-    if given == field.default:
+    if given == field.default or getattr(algorithm, "never_clips", False):
         return None
     return (
         f"algorithm.clip_range: given {given:g}, but an epoch has one optimizer step, where every ratio is 1: nothing "
@@ -130,8 +134,7 @@ def _clip_below_rounding(run: RunConfig, world_size: int) -> str | None:
     algorithm = _sampled(run)
     if algorithm is None or getattr(algorithm, "old_log_probs", None) != "recorded":
         return None
-    scale = run.rollout.guidance_scale
-    guided = run.model.forwards_of_guidance(run.model.guidance_scale if scale is None else scale) > 1
+    guided = run.model.forwards_of_guidance(run.guidance_scale) > 1
     several = algorithm.steps_per_pass(run, world_size) * algorithm.inner_epochs > 1
     clip, masked = getattr(algorithm, "clip_range", ROUNDING), getattr(algorithm, "kl_mask_threshold", None) is not None
     if masked or not (guided and several and forward_precision(run) == "bf16" and clip < ROUNDING):

@@ -65,7 +65,8 @@ class Judged:
 
     Attributes:
         dollars: None where the price is not known.
-        budget: dollars after which the run asks no more.
+        budget: dollars after which all processes and starts of the run ask no more; a server that was started by hand
+            counts its own.
     """
 
     requests: float
@@ -163,6 +164,8 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
         hours = (trained * tflop + evaluation) / rate / 3600
     if run.algorithm.trains_text_encoder:
         unknown.append("generation and training of the text encoder, which come on top of the GPU hours")
+    if images and getattr(run.algorithm, "resample_rounds", 0):
+        unknown.append("groups that algorithm.resample_rounds samples again, which come on top")
     overlaps = getattr(run.algorithm, "late_rewards", "wait") == "next_step"  # training, too
     one = saved_bytes(run)
     if one is None:
@@ -218,8 +221,7 @@ def forwards_of(run: RunConfig, derived: Mapping[str, float]) -> Forwards:
     training forward with its backward costs, which separates the parts."""
     if not isinstance(run.algorithm, Objective):
         return Forwards(sampling=derived.get("forwards_per_image", 0))
-    algorithm, given = run.algorithm, run.rollout.guidance_scale
-    guided = run.model.forwards_of_guidance(run.model.guidance_scale if given is None else given)
+    algorithm, guided = run.algorithm, run.model.forwards_of_guidance(run.guidance_scale)
     steps = max(1, int(derived.get("optimizer_steps_per_epoch", 1)))
     rest, one = (algorithm.forwards_per_image(run, steps, guided, backward) for backward in (0, 1))
     sampling = guided * sampling_forwards(run) if algorithm.trains_on_rewards else 0.0
@@ -249,9 +251,7 @@ def evaluations(run: RunConfig) -> int:
 
 def evaluation_forwards(run: RunConfig) -> float:
     """Forwards of an image of an evaluation."""
-    given = run.rollout.guidance_scale
-    guided = run.model.forwards_of_guidance(run.model.guidance_scale if given is None else given)
-    return (run.evaluation.num_steps or run.rollout.num_steps) * guided
+    return (run.evaluation.num_steps or run.rollout.num_steps) * run.model.forwards_of_guidance(run.guidance_scale)
 
 
 def tflop_of(run: RunConfig, data: Any) -> float | None:

@@ -81,6 +81,11 @@ class GrpoConfig(AdvantageConfig):
     def records_means(self) -> bool:
         return self.guard or self.kl_mask_threshold is not None
 
+    @property
+    def never_clips(self) -> bool:
+        """Whether no ratio leaves the clip range, in any step of an epoch."""
+        return self.log_prob_mode == "exact" and self.kl_mask_threshold is None and self.clip_range >= NEVER_CLIPS
+
     def step_rule(self, run: RunConfig) -> StepRule:
         return STEP_RULES[_rule_name(run)]
 
@@ -100,7 +105,7 @@ class GrpoConfig(AdvantageConfig):
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
         yield from super().warnings(run)
-        if self.log_prob_mode == "exact" and self.kl_mask_threshold is None and self.clip_range >= NEVER_CLIPS:
+        if self.never_clips:
             yield (
                 f"algorithm.clip_range: given {self.clip_range:g}, which never clips: log-probabilities are means over "
                 "latent dimensions, whose ratios stay close to 1; set algorithm.clip_range=1e-4, or 1e-5 with "

@@ -197,7 +197,7 @@ class VlmGrpoConfig(AlgorithmSection):
             images_per_generation_per_device=generated // world_size * self.images_per_completion,
             optimizer_steps_per_generation=cycle,
             generations=steps * accumulation // used,
-            forwards_per_image=float(run.rollout.num_steps * (2 if run.guidance_scale > 1 else 1)),
+            forwards_per_image=float(run.rollout.num_steps * run.model.forwards_of_guidance(run.guidance_scale)),
         )
 
     def check(self, run: RunConfig, key: str = "") -> None:
