@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -123,7 +124,10 @@ form factor is the SXM variant."""
 def peak_of(gpu: str) -> float | None:
     """Peak FLOP/s of a GPU by its name in any case; None if unknown, and of a slice of one (MIG)."""
     name = gpu.lower()
-    return next((peak for known, peak in PEAKS.items() if known.lower() in name and " mig " not in name), None)
+    if " mig " in name:
+        return None
+    # an RTX A1000 is no A100
+    return next((peak for known, peak in PEAKS.items() if re.search(rf"{known.lower()}(?!\d)", name)), None)
 
 
 def nvidia_smi() -> list[str]:

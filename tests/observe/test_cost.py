@@ -176,6 +176,7 @@ def test_flops_depend_on_the_prompt_and_not_on_the_batch() -> None:
         ("NVIDIA H200", 989e12),
         ("NVIDIA A100-SXM4-40GB", 312e12),
         ("NVIDIA L40S", 362e12),
+        ("NVIDIA RTX A1000", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090", None),
     ],
