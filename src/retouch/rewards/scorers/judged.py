@@ -70,7 +70,8 @@ class JudgeEntry(RewardEntry):
     budget_requests: Count | None = None
     """Maximum number of answered requests of a run, over all its processes and starts, in training and in evaluations;
     a server that was started by hand counts its own. A question beyond it is a failure, and too many failures stop the
-    run, resumable. Questions that are open at that moment are still answered."""
+    run, resumable. Questions that are open at that moment are still answered, and those that other processes begin in
+    the second before they read the common count."""
     budget_tokens: Count | None = None
     """Maximum number of tokens, in the same way."""
     budget_dollars: Positive | None = None
