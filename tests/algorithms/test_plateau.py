@@ -92,7 +92,7 @@ def test_the_plateau_is_that_of_rl(config: Config, scripted: Use) -> None:
 
 def test_a_run_without_a_verdict_says_so_once(config: Config, scripted: Use, caplog: pytest.LogCaptureFixture) -> None:
     """No example has a score in the first evaluation, with which all others are compared."""
-    told = "cannot tell whether preservation still rises: it takes 2 examples"
+    told = "does not know whether preservation still rises: it takes 2 examples"
     scripted(evaluated_as((0.0, 1.0), per_evaluation=4))
     train(config(name="tells", **{**STOP, "training__max_steps": 2}))
     assert told not in caplog.text

@@ -71,7 +71,7 @@ def trend(evaluations: Mapping[int, Sequence[Row]], measure: Callable[[Row], flo
 
 
 def lacking_after(evaluations: int) -> str | None:
-    """What is missing where so many evaluations have no trend; None where more of them are to come."""
+    """The reason why so many evaluations have no trend; None if more of them are needed first."""
     if evaluations <= FIRST:
         return None
     return (

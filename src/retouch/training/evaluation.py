@@ -449,8 +449,8 @@ def _plateau(run: Evaluated, evaluations: Mapping[int, Sequence[Row]]) -> str | 
 
 @cache
 def _warn_of_no_verdict(run: Path, name: str, lacking: str) -> None:
-    """Once for each run: every later evaluation would say it again."""
-    logger.warning("%s: training.stop_on_plateau cannot tell whether %s still rises: %s", run, name, lacking)
+    """Once for each run, or every later evaluation would repeat it."""
+    logger.warning("%s: training.stop_on_plateau does not know whether %s still rises: %s", run, name, lacking)
 
 
 def optimized(rewards: RewardTable) -> dict[str, float]:
