@@ -20,7 +20,7 @@ from retouch.rewards.scorers.judged import read_integers
 from retouch.rewards.scorers.knowledge_graph import read_checklist, read_graph
 from retouch.rewards.wire import BrokenMessage, parse_reply
 from tests.fuzz.inputs import attempt, blobs, changed, fuzzed, texts, tried, values
-from tests.rewards.fakes import Brightness, create_app
+from tests.rewards.fakes import Brightness, create_app, until
 
 
 def _png() -> bytes:
@@ -68,6 +68,7 @@ REPLY = {
 @pytest.fixture(scope="module")
 def server() -> Iterator[TestClient]:
     with TestClient(create_app({"r": Brightness()}), raise_server_exceptions=True) as client:
+        until(lambda: client.get("/readyz").status_code == 200)
         reply = client.post("/score", json=REQUEST)
         assert reply.status_code == 200, reply.text
         plain = client.post("/score", json=PLAIN).json()
