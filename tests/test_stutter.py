@@ -79,7 +79,7 @@ def test_an_interrupted_command_is_not_left_stopped(monkeypatch: pytest.MonkeyPa
 
 def test_a_command_gets_the_plug_in_and_its_code_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
-    told = "test $STUTTER_THREADS,$STUTTER_SEED,$PYTEST_PLUGINS = 0.25,7,stutter && exit 3"
+    told = "test $STUTTER_THREADS,$STUTTER_SEED,$PYTEST_PLUGINS = 0.25,7,tools.stutter && exit 3"
     assert stutter.main(["--threads", "0.25", "--seed", "7", "--", "/bin/sh", "-c", told]) == 3
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 THREADS, SEED = "STUTTER_THREADS", "STUTTER_SEED"
-"""Environment variables for pytest's plug-in, which is this module under the name `stutter`."""
+"""Environment variables of the command, in which this module is a plug-in of pytest."""
 
 TICK_S = 0.1
 
@@ -125,13 +125,13 @@ def delay_threads(longest_s: float, seed: int) -> None:
 
 def run(command: Sequence[str], held: Span, every: Span, threads_s: float, seed: int) -> int:
     """Returns the exit code of the command."""
-    here = str(Path(__file__).parent)
+    root = str(Path(__file__).resolve().parents[1])
     env = {
         **os.environ,
         THREADS: str(threads_s),
         SEED: str(seed),
-        "PYTEST_PLUGINS": ",".join(filter(None, [os.environ.get("PYTEST_PLUGINS"), "stutter"])),
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), here])),
+        "PYTEST_PLUGINS": ",".join(filter(None, [os.environ.get("PYTEST_PLUGINS"), "tools.stutter"])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root])),
     }
     child = subprocess.Popen(command, env=env)
     stutter = Stutter(child.pid, held, every, seed)
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-if __name__ == "stutter":  # pytest's plug-in
+if THREADS in os.environ:
     delay_threads(float(os.environ[THREADS]), int(os.environ[SEED]))
 
 if __name__ == "__main__":

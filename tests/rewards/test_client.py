@@ -49,6 +49,7 @@ from tests.rewards.fakes import (
     reset,
     serving,
     slow_drip,
+    unhurried,
     until,
     values,
 )
@@ -65,8 +66,7 @@ def late(failure: Failure) -> bool:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`wait_ready` gives the last answer of a server more than .2 s."""
-    monkeypatch.setattr("retouch.rewards.client.client._LEAST_S", 60.0)
+    unhurried(monkeypatch)
 
 
 def failures(outcomes: list[Any]) -> list[Failure]:

@@ -13,6 +13,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -469,9 +470,10 @@ def test_what_is_in_the_cache_is_known_while_every_server_is_gone(tmp_path: Path
         return revised("a 1")(asked, number) if number < 2 else Answer(b"", 503)
 
     cache = ScoreCache(tmp_path / "scores.sqlite")
-    with FakeServer(script) as server, client_of(server.url, timeout_s=2.0, cache=cache) as client:
+    with FakeServer(script) as server, client_of(server.url, cache=cache) as client:
         for _ in range(2):  # the first answer tells the revision
             assert values(client.score(items(1))["r"]) == [0.0]
+        client.options = replace(client.options, timeout_s=2.0)
         while len(server.asked) < 2 + BREAKER_FAILURES:
             assert values(client.score([item(7)])["r"]) == ["unavailable"]
         assert values(client.score(items(1))["r"]) == [0.0]
@@ -483,7 +485,7 @@ def test_a_probe_asks_every_server_by_itself() -> None:
     with (
         serving({"r": Brightness()}) as url,
         FakeServer(honest) as other,
-        client_of(url, other.url, dead, timeout_s=1.0) as client,
+        client_of(url, other.url, dead) as client,
     ):
         found = {at: values(columns["r"]) for at, columns in client.probe(items(2)).items()}
     assert found[other.url] == [0.0, 1.0] and found[dead] == ["unavailable"] * 2
