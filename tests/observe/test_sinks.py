@@ -340,7 +340,7 @@ def test_a_service_that_hangs_holds_up_nothing(
     monkeypatch.setattr(sinks, "_WAITING", 5)
     monkeypatch.setattr(sinks, "_CLOSE_S", 0.2)
     over = threading.Event()
-    service = Service(lambda call: over.wait(600))
+    service = Service(lambda call: over.wait(60))
     beside = Beside("it", lambda: service)
     for step in range(20):
         beside.numbers({"a": 1.0}, step)
