@@ -109,16 +109,16 @@ def delay_threads(longest_s: float, seed: int) -> None:
     """Let the threads of this process and of its forks run up to `longest_s` after they were started."""
     start, sleep, draws = threading.Thread.start, time.sleep, random.Random(seed)
 
-    def late(thread: threading.Thread) -> None:
-        body = thread.run
+    def late(self: threading.Thread) -> None:
+        body = self.run
 
         def run() -> None:
-            vars(thread).pop("run", None)  # the method of its class again: a thread that refers to itself is not freed
+            vars(self).pop("run", None)  # the method of its class again: a thread that refers to itself is not freed
             sleep(draws.uniform(0.0, longest_s))
             body()
 
-        thread.run = run
-        start(thread)
+        self.run = run
+        start(self)
 
     threading.Thread.start = late
 

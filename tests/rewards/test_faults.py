@@ -13,7 +13,6 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -473,7 +472,7 @@ def test_what_is_in_the_cache_is_known_while_every_server_is_gone(tmp_path: Path
     with FakeServer(script) as server, client_of(server.url, cache=cache) as client:
         for _ in range(2):  # the first answer tells the revision
             assert values(client.score(items(1))["r"]) == [0.0]
-        client.options = replace(client.options, timeout_s=2.0)
+        client.options = client.options.model_copy(update={"timeout_s": 2.0})
         while len(server.asked) < 2 + BREAKER_FAILURES:
             assert values(client.score([item(7)])["r"]) == ["unavailable"]
         assert values(client.score(items(1))["r"]) == [0.0]
