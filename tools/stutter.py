@@ -54,7 +54,8 @@ def processes() -> dict[int, Process]:
 
 @dataclass
 class Stutter:
-    """Holds up a process and all that descends from it, whoever adopts them later."""
+    """Holds up a process and all that descends from it, whoever adopts them later. A process that a test stops while it
+    is held up goes on with the others: `test_the_end_of_a_worker_does_not_hold_the_loop_up` may fail for that."""
 
     root: int
     held: Span
