@@ -8,6 +8,7 @@ autoencoder and the optimizer are in the measured rates, adapters and the exchan
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,8 @@ MEASURED_FAMILIES, MEASURED_GPU, MEASURED_SIZE = ("flux_fill", "qwen_image", "sd
 """Families, GPU and size of these rows; any other rate is derived from them."""
 
 CONSUMER: Mapping[str, float] = {"4090": 165e12}
-"""Dense bf16 FLOP/s of GPUs whose use no metric reports, with sums in fp32, from NVIDIA's white paper."""
+"""Dense bf16 FLOP/s of GPUs whose use no metric reports, with sums in fp32, from NVIDIA's white paper. The laptop GPU
+and the D of this name are smaller ones."""
 
 SHARE = 0.2
 """Share of a GPU's peak that is assumed of other networks: between the transformers that were measured, .27 and .15."""
@@ -195,7 +197,9 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
 
 def known_peak(gpu: str) -> float | None:
     """Peak FLOP/s of a GPU by its name; None if unknown."""
-    return peak_of(gpu) or next((peak for known, peak in CONSUMER.items() if known in gpu), None)
+    return peak_of(gpu) or next(
+        (peak for known, peak in CONSUMER.items() if re.search(rf"\b{known}$", gpu.strip())), None
+    )
 
 
 def is_measured(gpu: str) -> bool:
