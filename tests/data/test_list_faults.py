@@ -201,13 +201,13 @@ def test_quotes_within_a_cell_of_a_tsv_are_its_own(folder: Path) -> None:
 def test_a_quote_that_is_not_closed_takes_no_rows_of_a_tsv(folder: Path) -> None:
     """A later cell that ends with a quote would close it, and the rows between would be one prompt."""
     says = (
-        "a double quote that begins a cell on line 2 ends here, but each line has 2 cells, as the header; put a cell "
+        "a double quote that begins a cell on line 3 ends here, but each line has 2 cells, as the header; put a cell "
         "that begins with a double quote in double quotes, and double those within it"
     )
     for rows in ('"Hello\ta\nok\tb\nMonitor 24"\tc', 'a\t"Hello\nb\tok\nc\tMonitor 24"\nd\te'):
-        assert problem(folder, "l.tsv", f"prompt\tnote\n{rows}\n") == f" line 4: {says}"
-    (folder / "l.tsv").write_text('prompt\tnote\n"two\nlines"\ta\n"with\ta tab\nand\tanother\n"\tb\n')
-    assert listed(ManifestData(path=str(folder / "l.tsv"))) == ["two\nlines", "with\ta tab\nand\tanother\n"]
+        assert problem(folder, "l.tsv", f"\nprompt\tnote\n{rows}\n") == f" line 5: {says}"
+    (folder / "l.tsv").write_text('prompt\tnote\n"two\nlines"\ta\n"with\ta tab\n\nand more\n"\tb\n')
+    assert listed(ManifestData(path=str(folder / "l.tsv"))) == ["two\nlines", "with\ta tab\n\nand more\n"]
 
 
 def test_blanks_behind_the_commas_of_a_csv(folder: Path) -> None:

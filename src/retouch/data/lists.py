@@ -200,8 +200,7 @@ def _comma_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line of its end, row) of a CSV file; a blank line has no cells. Where the header has blanks behind its commas,
     blanks there are no part of a cell: they would make its quotes a part of it, too."""
     text = read_text(path)
-    names = next(csv.reader([text.lstrip().partition("\n")[0]]), [])
-    spaced = any(name.startswith(" ") for name in names)
+    spaced = ", " in text.lstrip().partition("\n")[0]
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=spaced)
     try:
         for row in reader:
@@ -229,7 +228,8 @@ def _tab_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
                     f"here, but each line has {width} cells, as the header; put a cell that begins with a double quote "
                     "in double quotes, and double those within it"
                 )
-            yield number, [] if row == [plain] == [""] else row
+            row = [] if row == [plain] == [""] else row
+            yield number, row
             width = width or len(row)
             row, number, start = [], number + 1, cell.end()
 
