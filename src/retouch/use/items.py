@@ -14,7 +14,7 @@ from PIL import Image
 from retouch.config import ConfigError, RunConfig
 from retouch.config.errors import nearest
 from retouch.config.needs import needed_pictures, require_more_images, takes_references
-from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData
+from retouch.data.base import FOLDERS, DataError, DataSection, ItemError, ItemFiles, ProtocolData
 from retouch.data.dataset import Dataset, check_item, in_place, load_dataset
 from retouch.data.discover import data_at
 from retouch.data.formats.calligrapher import DEFAULT_TEMPLATE
@@ -272,5 +272,5 @@ def _shared(model: DataSection, kind: type[DataSection]) -> dict[str, Any]:
     return {
         name: getattr(model, name)
         for name in kind.model_fields
-        if name not in ("path", "format", "limit", "image_root", "list_file") and hasattr(model, name)
+        if name not in ("path", "format", "limit", "list_file", *FOLDERS) and hasattr(model, name)
     }
