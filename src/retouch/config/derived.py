@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 CPU_ROWS, ACCELERATOR_ROWS = 8, 24
-"""Rows of the network in a training forward at most, by `optimizer.steps_per_forward: auto`. Of a CPU: 24 and 144 rows
-took 1.01 and 1.11 of the time of other trainers, 8 and 16 rows .90 and .92. Of an accelerator: three steps in one
+"""Rows of the network in a training forward at most, by `optimizer.steps_per_forward: auto`. On a CPU 24 and 144 rows
+took 1.01 and 1.11 of the time of other trainers, 8 and 16 rows .90 and .92. On an accelerator three steps in one
 forward were 1.03 to 1.14 times as fast as three forwards up to 24 rows, and half as fast at 48 (UniRL, PR 144, H20)."""
 
 

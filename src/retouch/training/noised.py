@@ -51,13 +51,13 @@ def noised_copies(
     """
     device = run.engine.device
     schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
-    # all are drawn, whichever are taken: a copy must not depend on how many are in a forward
-    drawn = [[latent_noise(x0.shape[1:], g) for _ in range(copies)] for g in generators]
+    # all are sampled, whichever are taken: a copy must not depend on how many are in a forward
+    sampled = [[latent_noise(x0.shape[1:], g) for _ in range(copies)] for g in generators]
     places = [
         [(k + torch.rand((), generator=g, dtype=torch.float64)) / copies for k in range(copies)] for g in generators
     ]
     taken = range(copies) if piece is None else piece
-    noise = torch.stack([row[k] for row in drawn for k in taken]).to(device)
+    noise = torch.stack([row[k] for row in sampled for k in taken]).to(device)
     draws = torch.stack([row[k] for row in places for k in taken])
     time = schedule.training_times(draws.clamp(1e-6, 1 - 1e-6), visited=True).to(device)
     wide = x0.to(device).repeat_interleave(len(taken), 0)
