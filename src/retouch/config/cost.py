@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from retouch.algorithms.base import Objective
-from retouch.config.derived import kept_checkpoints, numbers, sampling_forwards, saved_bytes
+from retouch.config.derived import kept_checkpoints, numbers, rows_per_forward, sampling_forwards, saved_bytes
 from retouch.config.errors import ConfigError
 from retouch.families import flops
 from retouch.machine import PEAKS, peak_of
@@ -325,6 +325,8 @@ def told_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
         yield "images", f"{known.images_per_epoch:,} an epoch, {known.images:,.0f} in the run"
         parts = ((f.sampling, "sampled"), (f.ratios, "for ratios and references"), (f.training, "to train"))
         yield "forwards", " + ".join(f"{count:g} {what}" for count, what in parts if count) + " an image"
+    if isinstance(run.algorithm, Objective):
+        yield "a forward", forward_told(run)
     if known.supervised_rows:
         yield "supervised", f"{known.supervised_rows:,.0f} rows"
     if known.tflop_per_forward is not None and known.tflops is not None:
@@ -345,6 +347,12 @@ def told_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
         yield "disk", f"{each * count:,.1f} GiB: {count} checkpoints of {each:.1f} GiB"
     for why in known.unknown:
         yield "not known", why
+
+
+def forward_told(run: RunConfig) -> str:
+    """Rows of the network in a training forward, by the kind of device."""
+    cpu, gpu = (rows_per_forward(run, device) for device in ("cpu", "gpu"))
+    return f"{cpu} rows of the network in training" + (f" on a CPU, {gpu} on a GPU" if cpu != gpu else "")
 
 
 def reward_told(one: Scored) -> str:

@@ -13,18 +13,16 @@ import numpy as np
 from PIL import Image
 
 from retouch.algorithms.vlm_grpo.use import sample_trained
-from retouch.config import ConfigError
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
 from retouch.data.sampler import derive_seed
-from retouch.families.base import FamilySpec
 from retouch.file_image import FileImage, read_file_image
 from retouch.imaging import Box, open_image, read_mask, write_new_png
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import broken_rows, require_drawn, sample, to_uint8
 from retouch.training.scoring import without_strip
 from retouch.types import Condition, Example
-from retouch.use.items import SampleRequest, make_folder, mask_crop
+from retouch.use.items import SampleRequest, make_folder, mask_crop, require_multiples
 from retouch.use.loaded import Loaded, for_items
 from retouch.use.trained import Trained
 
@@ -52,7 +50,7 @@ def sample_to_folder(
         data = Dataset(section, items)
         return sample_trained(trained.config, data, trained.newest, request.seed, request.count, request.steps, free)
     loaded = load(for_items(trained.config, items, section), embedded=all_embedded(items))
-    _require_multiples(section.size, loaded.model.spec)
+    require_multiples(section.size, loaded.model.spec.size_multiple, loaded.model.spec.family)
     loaded.load(trained.newest)
     written: list[Path] = []
     for item in items:
@@ -141,13 +139,3 @@ def _report(item: ItemFiles, reading: Reading, size: tuple[int, int]) -> None:
         reading.mask_pixels,
         reading.uncropped_mask_pixels,
     )
-
-
-def _require_multiples(size: tuple[int, int], spec: FamilySpec) -> None:
-    """Raises ConfigError for a size that the loaded model cannot generate."""
-    multiple = spec.size_multiple
-    if any(side % multiple for side in size):
-        near = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in size)
-        raise ConfigError(
-            f"resolution: given {size[0]}x{size[1]}; {spec.family} needs multiples of {multiple}; set {near}"
-        )

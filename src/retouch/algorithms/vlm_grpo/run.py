@@ -36,7 +36,8 @@ from retouch.observe.timing import stopwatch
 from retouch.prompts import PromptCheck
 from retouch.rewards.table import RewardTable
 from retouch.texts import require_texts_of
-from retouch.training.build import can_begin, is_held_out
+from retouch.training.beginning import can_begin
+from retouch.training.build import is_held_out
 from retouch.types import Example
 
 
