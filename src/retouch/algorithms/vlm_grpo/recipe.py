@@ -116,13 +116,13 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
 
 def leave_out_of_backward(tower: Any) -> None:
     """Freeze the vision tower. With gradient checkpointing, transformers makes the output of every embedding require a
-    gradient, so that the blocks behind it have one; behind the patch embedding nothing needs it."""
+    gradient; behind the patch embedding nothing needs one."""
     tower.requires_grad_(False)
     tower.get_input_embeddings = _no_embedding
 
 
 def _no_embedding() -> None:
-    """What transformers finds for models without an embedding."""
+    """The answer of a model without an embedding, which transformers passes over."""
 
 
 class VlmTrainer(RunTrainer):
