@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.cpp_extension import get_default_build_root
 
 from retouch.config.errors import ConfigError
-from retouch.engine.sharding import blocks, piece_of, place, whole_of
+from retouch.engine.sharding import piece_of, place, whole_of
 from retouch.engine.speed import computed_here, make_optimizer
 
 if TYPE_CHECKING:
@@ -75,12 +75,10 @@ class Zero:
         self._access: Any = deepspeed.utils
         deepspeed.init_distributed(torch.distributed.get_backend())
         settings = options(training, config.max_grad_norm)
-        if self.whole_weights:
-            place(network, accelerator.device, dtype)
-        else:  # part by part: no device ever holds the whole network
-            for part in [*reversed(blocks(network)), network]:
-                place(part, accelerator.device, dtype)
-                deepspeed.zero.Init(module=part, config_dict_or_path=settings)
+        # for stage 3 into host memory, from where DeepSpeed takes weight by weight: no device holds the whole network
+        place(network, accelerator.device if self.whole_weights else torch.device("cpu"), dtype)
+        if not self.whole_weights:
+            deepspeed.zero.Init(module=network, config_dict_or_path=settings)
             for module in network.modules():
                 module._buffers.update({n: b.to(accelerator.device) for n, b in module.named_buffers(recurse=False)})
         self.network: Any = deepspeed.initialize(model=network, optimizer=self.optimizer, config=settings)[0]
