@@ -21,7 +21,7 @@ from retouch.data.dataset import Dataset, all_embedded, load_dataset
 from retouch.data.identity import trained_on
 from retouch.engine import Checkpoints, Engine, Policy
 from retouch.families.embeddings import require_prompts
-from retouch.families.loading import load_model
+from retouch.families.loading import DTYPES, load_model
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.cost import Costs
 from retouch.observe.timing import stopwatch
@@ -139,7 +139,7 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
         logger.warning("model.train.initial_adapter: %s", describe_unused(initial.unused))
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path, str(engine.device))
     embedded = all_embedded(item for given in loaded.values() for item in given.items)
-    model = load_model(config.model, engine.device, embedded=embedded)
+    model = load_model(config.model, engine.device, embedded=embedded, mapped=True)
     if config.model.free_text_encoders:  # before the network is placed: they are never on the device together
         assert model.prompts is not None, "`check` refuses this for other families"
         prompts = [p for d in (data, warmup, held_out) if d is not None for p in d.prompts]
@@ -149,6 +149,7 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
         model.network,
         gradient_checkpointing=config.training.gradient_checkpointing,
         some_without_gradient=config.model.spec.drops_text_stream is True and config.model.train.kind != "ip_adapter",
+        dtype=DTYPES["fp32"] if config.model.train.kind == "full" else None,
     )
     policy = Policy(model.network, exchange=engine.own_memory)
     clock = stopwatch(engine.device.type)

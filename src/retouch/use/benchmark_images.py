@@ -255,8 +255,9 @@ def _sample_completions(
     benchmark: Benchmark,
 ) -> None:
     """Sample with a text encoder that writes its own completions; they are saved beside the images."""
-    from retouch.algorithms.vlm_grpo.use import sample_trained
+    from retouch.algorithms.vlm_grpo.use import evaluated_dtype, sample_trained
 
+    dtype = evaluated_dtype(config, weights.values())
     for name, weights_folder in weights.items():
         items = [part[0].item for part in missing[name]]
         if not items:
@@ -272,4 +273,4 @@ def _sample_completions(
             return {_ITEM: image_key(by_id[item])}
 
         data = Dataset(section, items)
-        sample_trained(config, data, weights_folder, benchmark.seed, benchmark.count, None, path_of, about)
+        sample_trained(config, data, weights_folder, benchmark.seed, benchmark.count, None, path_of, about, dtype)
