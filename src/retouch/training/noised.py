@@ -48,7 +48,7 @@ def noised_copies(
     draws = [(k + torch.rand((), generator=g, dtype=torch.float64)) / copies for g in generators for k in range(copies)]
     time = schedule.training_times(torch.stack(draws).clamp(1e-6, 1 - 1e-6), visited=True).to(device)
     wide = x0.to(device).repeat_interleave(copies, 0)
-    rows = torch.arange(len(x0), dtype=torch.int64, device=device).repeat_interleave(copies)
+    rows = torch.arange(len(x0), dtype=torch.int64).repeat_interleave(copies)
     return NoisedRows(condition.select(rows), schedule, wide, schedule.add_noise(wide, noise, time), noise, time)
 
 

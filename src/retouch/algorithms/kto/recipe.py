@@ -46,6 +46,7 @@ def train_step(session: Session, algorithm: KtoConfig, step: Step) -> None:
     run.costs.images += len(step.rows)
     for attempt in step.attempts():
         with attempt:
+            run.encoded_for_denoising.encode(step.positions)
             chunks = attempt.chunks()
             with run.clock.part("train_forward"), run.policy.use("reference"):
                 references = [errors(session, algorithm, step, rows) for rows in chunks]

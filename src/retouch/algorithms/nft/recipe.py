@@ -95,6 +95,7 @@ def prepare(
     """Compute the predictions of the snapshots for every row of a step, before the policy's first forward: weights must
     not be swapped between a forward and its backward."""
     run, position = session.run, session.progress.position
+    run.encoded_for_denoising.encode(step.positions)
     noised = [partial(noised_rows, run, algorithm, experience, rows, position) for rows in chunks]
     old: list[Tensor | None] = [None] * len(noised)
     reference: list[Tensor | None] = [None] * len(noised)
