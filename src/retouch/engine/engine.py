@@ -226,8 +226,8 @@ class Engine:
     def drop_gradients(self) -> None:
         """Discard the gradients accumulated since the last step, and free their memory."""
         self.optimizer.zero_grad(set_to_none=True)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
 
     # --- between ranks ---
 

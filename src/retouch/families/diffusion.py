@@ -71,6 +71,8 @@ class FamilyModel(ABC):
     """Latent cells per side of a token of the network."""
     kept_texts: ClassVar[int] = CACHE_SIZE
     """Prompts whose tensors are kept."""
+    on_host: ClassVar[frozenset[str]] = frozenset()
+    """Of conditions, see `Condition`: tensors of the text encoders that tell how long prompts are."""
 
     def __init__(
         self,
@@ -258,7 +260,7 @@ class FamilyModel(ABC):
 
     def text_tensors(self, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Condition tensors [B, ...] of prompts."""
-        return self.arranged(self.texts().encode(prompts))
+        return self.arranged(self.texts().encode(prompts, self.on_host))
 
     def guided_texts(self, examples: Sequence[Example], guidance_scale: float) -> dict[str, Tensor]:
         """Condition tensors of the prompts of examples, the scale as `guidance` [B] and, where that takes a second

@@ -61,7 +61,7 @@ def noised_copies(
     draws = torch.stack([row[k] for row in places for k in taken])
     time = schedule.training_times(draws.clamp(1e-6, 1 - 1e-6), visited=True).to(device)
     wide = x0.to(device).repeat_interleave(len(taken), 0)
-    rows = torch.arange(len(x0), dtype=torch.int64, device=device).repeat_interleave(len(taken))
+    rows = torch.arange(len(x0), dtype=torch.int64).repeat_interleave(len(taken))
     return NoisedRows(
         condition.select(rows), schedule, wide, schedule.add_noise(wide, noise, time), noise, time, len(taken)
     )

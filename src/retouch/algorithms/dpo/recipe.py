@@ -80,6 +80,7 @@ def train_step(session: Session, algorithm: DpoConfig, pairs: Pairs, step: Step)
     refresh_reference(session, algorithm)
     for attempt in step.attempts():
         with attempt:
+            run.encoded_for_denoising.encode(step.positions)
             pieces = session.pieces(algorithm.timesteps_per_pair)
             forwards = [(rows, piece) for rows in attempt.chunks() for piece in pieces]
             with run.clock.part("train_forward"), run.policy.use("reference"):
@@ -104,7 +105,7 @@ def noised_pairs(session: Session, algorithm: DpoConfig, pairs: Pairs, rows: Ten
     the reference and once for the policy. They are not kept in between: the conditions of a step would fill a GPU."""
     run, device = session.run, session.run.engine.device
     condition = run.encoded_for_denoising.conditions(pairs.position[rows].tolist(), device)
-    both = condition.select(torch.arange(len(rows), dtype=torch.int64, device=device).repeat(2))
+    both = condition.select(torch.arange(len(rows), dtype=torch.int64).repeat(2))
     # win and lose of a pair draw from generators of one seed: one time, one noise
     generators = row_generators(pairs.seed[rows].repeat(2), "dpo", session.progress.position)
     x0 = torch.cat([pairs.win[rows], pairs.lose[rows]])

@@ -118,7 +118,7 @@ def replay(run: Run, algorithm: GrpoConfig, experience: Experience, rows: Tensor
     device = run.engine.device
     condition = run.encoded.conditions(experience.position[rows].tolist(), device)
     x, x_next, step = (t.to(device) for t in experience.transitions(rows, span))
-    wide = condition.select(torch.arange(len(rows), dtype=torch.int64, device=device).repeat_interleave(len(span)))
+    wide = condition.select(torch.arange(len(rows), dtype=torch.int64).repeat_interleave(len(span)))
     region = objective_region(algorithm, wide, run.model.spec.downsampling)
     plan = run.plans.plan(run.model.schedule(run.config.rollout.num_steps, wide.size))
     mean, std = transition(run.model, run.network, plan, x, step, wide)

@@ -46,6 +46,7 @@ def train_step(session: Session, algorithm: KtoConfig, step: Step) -> None:
     run.costs.images += len(step.rows)
     for attempt in step.attempts():
         with attempt:
+            run.encoded_for_denoising.encode(step.positions)
             pieces = session.pieces(algorithm.timesteps_per_image)
             forwards = [(rows, piece) for rows in attempt.chunks() for piece in pieces]
             with run.clock.part("train_forward"), run.policy.use("reference"):

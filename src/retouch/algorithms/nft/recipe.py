@@ -103,6 +103,7 @@ def prepare(
     """Compute the predictions of the snapshots for every forward of a step (rows, and a piece of their noised copies),
     before the policy's first forward: weights must not be swapped between a forward and its backward."""
     run, position = session.run, session.progress.position
+    run.encoded_for_denoising.encode(step.positions)
     noised = [partial(noised_rows, run, algorithm, experience, *forward, position) for forward in forwards]
     old: list[Tensor | None] = [None] * len(noised)
     reference: list[Tensor | None] = [None] * len(noised)

@@ -117,7 +117,7 @@ def sample_trained(
 
 
 def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
 
 
 def _one_process(algorithm: VlmGrpoConfig) -> VlmGrpoConfig:
