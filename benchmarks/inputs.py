@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from retouch.config import load_run
-from retouch.config.base import Section
+from retouch.config.base import EARLIER_DEFAULTS, Section
 from retouch.config.run import OptimizerConfig
 from retouch.families.loading import tiny_path
 
@@ -32,6 +32,10 @@ def run_digest(file: Path, overrides: Sequence[str] = ()) -> str:
     """Digest of the keys of a run file that training depends on."""
     config = load_run(file, list(overrides))
     run = {name: _first_names(getattr(config, name)) for name in SECTIONS if name in config.model_fields_set}
+    for key, default in EARLIER_DEFAULTS.items():  # a file that sets it does what it did when it left it out
+        section, _, option = key.partition(".")
+        if run.get(section, {}).get(option, ...) == default:
+            del run[section][option]
     return digest(json.dumps(run, sort_keys=True).encode())
 
 

@@ -181,8 +181,8 @@ def test_large_images_are_scored_in_bounded_memory(
 
 @pytest.mark.parametrize("name", ["test_syn.jsonl", "test_syn.parquet", "test_syn.arrow"])
 @pytest.mark.parametrize(
-    "put", [os.mkfifo, lambda p: p.symlink_to("/dev/zero"), Path.mkdir, lambda p: p.symlink_to("/nowhere")],
-    ids=["pipe", "device", "folder", "dead link"],
+    "put", [os.mkfifo, lambda p: p.symlink_to("/dev/zero"), lambda p: p.symlink_to("/nowhere")],
+    ids=["pipe", "device", "dead link"],
 )  # fmt: skip
 def test_what_is_no_file_in_place_of_a_table_is_not_read(
     place: Path, tmp_path: Path, put: Callable[[Path], Any], name: str
@@ -192,6 +192,15 @@ def test_what_is_no_file_in_place_of_a_table_is_not_read(
     put(data / name)
     where = ("--path", data, "--images", place / "theirs", "--out", tmp_path / "out")
     assert told(retouch("eval", "--benchmark", "complex_edit", *where)) == f"error: {data / name}: not a file"
+
+
+def test_a_folder_with_the_name_of_a_table_is_a_folder(place: Path, tmp_path: Path) -> None:
+    """As Spark writes tables: `data.parquet/part-0.parquet`."""
+    data = tmp_path / "data"
+    (data / "test_syn.jsonl").mkdir(parents=True)
+    where = ("--path", data, "--images", place / "theirs", "--out", tmp_path / "out")
+    said = told(retouch("eval", "--benchmark", "complex_edit", *where))
+    assert said.startswith(f"error: --path: {data} holds no ")
 
 
 # --- the record of a folder of samples ---
