@@ -26,21 +26,21 @@ help: ## List the targets
 demo: .venv/.runtime ## Train a tiny inpainting model to write words, on a CPU
 	$(BIN)/python examples/demo.py
 
-test: .venv/.installed style ## Run make lint and every fast test (minutes)
-	@$(call beside_types,$(TEST) $(WORKERS) $(RECORD) -m "$(DAILY) and not ci")
+test: .venv/.installed ## Run make lint and every fast test (minutes)
+	@$(call beside_lint,$(TEST) $(WORKERS) $(RECORD) -m "$(DAILY) and not ci")
 
-test-ci: .venv/.installed style ## Run make lint and what CI runs: every test that takes seconds
-	@$(call beside_types,$(TEST) $(WORKERS) $(RECORD))
+test-ci: .venv/.installed ## Run make lint and what CI runs: every test that takes seconds
+	@$(call beside_lint,$(TEST) $(WORKERS) $(RECORD))
 
 test-rest: .venv/.installed ## Run what make test-ci runs and make test does not
 	$(TEST) $(WORKERS) $(RECORD) -m "$(DAILY) and ci"
 
-test-all: .venv/.installed style ## Run every test that needs no GPU (hours), before a release
-	@$(call beside_types,$(TEST) $(WORKERS) -m "not gpu")
+test-all: .venv/.installed ## Run every test that needs no GPU (hours), before a release
+	@$(call beside_lint,$(TEST) $(WORKERS) -m "not gpu")
 
-# A command while the types are checked; fails if either does.
-beside_types = $(MAKE) --no-print-directory types > .venv/types.log 2>&1 & types=$$!; \
-	$(1); tests=$$?; wait $$types; types=$$?; cat .venv/types.log; exit $$((tests + types))
+# A command while make lint runs; fails if either does.
+beside_lint = $(MAKE) --no-print-directory lint > .venv/lint.log 2>&1 & lint=$$!; \
+	$(1); tests=$$?; wait $$lint; lint=$$?; cat .venv/lint.log; exit $$((tests + lint))
 
 trust: .venv/.installed ## Fuzz everything that is read: over 10,000 cases, minutes
 	RETOUCH_FUZZ_CASES=1000 RETOUCH_FUZZ_OUT=benchmarks/results/fuzz.json $(TEST) -q -W ignore tests/fuzz

@@ -177,6 +177,7 @@ def hangs_after_headers(one: _Request) -> None:
     one.send_header("Content-Length", "1000")
     one.end_headers()
     one.server.closing.wait()
+    one.close_connection = True
 
 
 def trickles(one: _Request) -> None:

@@ -107,10 +107,10 @@ def arms(arm: str) -> Iterator[None]:
     kept: dict[tuple[int, ...], Any] = {}
     plain = recipe.noised_rows
 
-    def once(run: Any, algorithm: Any, experience: Any, rows: Any, position: int) -> Any:
-        key = tuple(rows.tolist())
+    def once(run: Any, algorithm: Any, experience: Any, rows: Any, piece: range, position: int) -> Any:
+        key = (*rows.tolist(), piece.start, piece.stop)
         if key not in kept:
-            kept[key] = plain(run, algorithm, experience, rows, position)
+            kept[key] = plain(run, algorithm, experience, rows, piece, position)
         return kept[key]
 
     with patched(recipe, "noised_rows", once):
@@ -140,7 +140,9 @@ def run_file(work: Path) -> Any:
             },
             "algorithm": {"name": "nft", "timesteps_per_image": 2, "kl_weight": 0.1, "old_policy": "frozen"},
             "rewards": {"preservation": {}},
-            "optimizer": {"batch_size_per_device": ROWS, "gradient_accumulation": IMAGES // ROWS},
+            "optimizer": {
+                "batch_size_per_device": ROWS, "gradient_accumulation": IMAGES // ROWS, "steps_per_forward": None,
+            },
             "training": {
                 "max_steps": 1000, "checkpoint_every": 0, "eval_every": 0, "mixed_precision": "no",
                 "gradient_checkpointing": False,

@@ -165,6 +165,12 @@ def bodies(name: str, reward: str) -> Callable[[int], tuple[bytes, str]]:
     return ours
 
 
+def request(path: str, port: int, kind: str, body: bytes) -> bytes:
+    """A request to a server of this machine, by the name that it answers to without a token."""
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}"
+    return f"{head}\r\n\r\n".encode() + body
+
+
 async def load(name: str, reward: str, callers: int, seconds: float, counter: list[int]) -> list[float]:
     """Latencies of every request that `callers` made in `seconds`, over plain sockets that stay open."""
     make, path = bodies(name, reward), "/predict" if name == "litserve" else "/score"
@@ -173,12 +179,11 @@ async def load(name: str, reward: str, callers: int, seconds: float, counter: li
 
     async def caller() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", PORTS[name])
-        while time.perf_counter() < end:
+        while True:  # one at least, however busy the machine is
             counter[0] += 1
             body, kind = make(counter[0])
             started = time.perf_counter()
-            head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
+            writer.write(request(path, PORTS[name], kind, body))
             reply = await reader.readuntil(b"\r\n\r\n")
             length = next(
                 int(line.split(b":")[1]) for line in reply.split(b"\r\n") if line.lower().startswith(b"content-length")
@@ -187,6 +192,8 @@ async def load(name: str, reward: str, callers: int, seconds: float, counter: li
             assert b" 200 " in reply.split(b"\r\n", 1)[0], answer
             assert "value" in answer or answer["items"][0]["scores"], answer
             latencies.append(time.perf_counter() - started)
+            if time.perf_counter() >= end:
+                break
         writer.close()
 
     await asyncio.gather(*(caller() for _ in range(callers)))

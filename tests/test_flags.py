@@ -95,6 +95,15 @@ def test_the_line_to_type(typed: str) -> None:
     assert line_of(typed) == LINES[typed]
 
 
+@pytest.mark.parametrize(
+    "typed", ["mine.yaml --use_ema", "mine.yaml --use_ema true", "mine.yaml --use_ema --ema_decay 0.99"]
+)
+def test_no_flag_for_a_run_file_of_ones_own_is_dropped(typed: str) -> None:
+    message = answer("train", typed.split())
+    assert message is not None and ("ema.decay=0.99" in message)
+    assert ("the section ema of mine.yaml" in message) == ("--ema_decay" not in typed)
+
+
 @pytest.mark.parametrize("typed", [MINIMAL, *(PRODUCTION.format(method=name) for name in ("grpo", "nft"))])
 def test_the_line_of_the_guides_is_accepted(typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By `check`: the file is there, every key exists, and they go together."""

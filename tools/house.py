@@ -33,6 +33,22 @@ files crossed
       to_advantage_with_sampling  the same from the start of sampling, logging included.
       both_ways     from the choice of examples to the first `backward`, with nothing left out but logging.
 
+functions crossed
+    The same two ways (`to_gradient`, `to_advantage`) in functions instead of files: methods, nested functions and
+    lambdas count, a comprehension belongs to the function that it stands in. `body_lines` are lines with code between
+    `def` and the end of each function, without its docstring and the functions that it contains. `frames` is the
+    largest number of active functions of the package, from the recipe's `train` down, between the choice and the first
+    `backward`.
+
+containers
+    The classes of the package, besides that of a score, whose instances held the score of one image between its
+    submission and its advantage: in a field, in a list, dict, tuple, tensor or future of a field, or, of dataclasses,
+    in another such instance. Found by the score's value, in what the functions of the package took, held and returned.
+
+names and pages
+    Classes with one name in two files; functions, classes and constants without a leading underscore with one name in
+    two files; modules at the top besides TOP; words of the pages in docs/, those that a tool writes apart.
+
 re-entries
     A recipe is the file that defines GRPO's `train` with the other files of its folder where it has one to itself
     (without config.py). A re-entry is a pair (calling file, function of the recipe) in which a function of the recipe
@@ -48,6 +64,7 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -57,6 +74,7 @@ import threading
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -66,6 +84,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path("src") / "retouch"
 LONG_FILE = 400
+TOP = {"__init__.py", "__main__.py", "api.py", "errors.py", "types.py", "registry.py"}
+"""Files that belong at the top of the package."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +162,59 @@ def lengths(tree: ast.Module) -> dict[str, int]:
     """Lines of each function of a file, by name and line."""
     functions = [node for node in ast.walk(tree) if isinstance(node, Functions)]
     return {f"{n.lineno}:{n.name}": (n.end_lineno or n.lineno) - n.lineno + 1 for n in functions}
+
+
+# --- names and pages ---
+
+
+def names(trees: Trees) -> dict[str, Any]:
+    """Names that mean two things, and modules that have no room."""
+    classes: dict[str, set[str]] = defaultdict(set)
+    public: dict[str, set[str]] = defaultdict(set)
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].add(file)
+        for name in top_level(tree):
+            if not name.startswith("_"):
+                public[name].add(file)
+    return {
+        "classes_with_two_meanings": {name: sorted(files) for name, files in sorted(classes.items()) if len(files) > 1},
+        "public_names_twice": {name: sorted(files) for name, files in sorted(public.items()) if len(files) > 1},
+        "loose_modules": sorted(file for file in trees if "/" not in file and file not in TOP),
+    }
+
+
+def top_level(tree: ast.Module) -> set[str]:
+    """Functions, classes and constants that a file defines."""
+    found = {node.name for node in tree.body if isinstance(node, Functions | ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found - {"logger"}
+
+
+WRITTEN = re.compile(r"<!--[^>]*written by (tools/\w+\.py)", re.IGNORECASE)
+"""What a page says that a tool writes, whole or from one such mark to `<!-- /... -->`."""
+
+
+def pages(root: Path) -> dict[str, Any]:
+    """Words of each page of docs/ by hand, and of all pages by tools."""
+    by_hand, generated = {}, 0
+    for page in sorted((root / "docs").rglob("*.md")):
+        found = page.read_text(encoding="utf-8")
+        words = len(found.split())
+        mark = WRITTEN.search(found)
+        if mark and f"<!-- /{mark.group().removeprefix('<!--').split(':')[0].strip()} -->" in found:
+            part = found[mark.start() :].partition("<!-- /")[0]
+            own = words - len(part.split())
+        else:
+            own = 0 if mark or "writes this page from" in found else words
+        by_hand[page.relative_to(root / "docs").as_posix()] = own
+        generated += words - own
+    return {"words_by_hand": sum(by_hand.values()), "words_generated": generated, "by_page": by_hand}
 
 
 # --- forced edits ---
@@ -302,6 +375,52 @@ def code_lines(tree: ast.Module) -> int:
     return len(lines - left_out)
 
 
+Place = tuple[str, str]
+"""A file and a function of it, as `co_qualname` names it."""
+
+_COMPREHENSION = re.compile(r"(\.<locals>)?\.?<(listcomp|setcomp|dictcomp|genexpr)>")
+
+
+def without_comprehension(function: str) -> str:
+    """The function in which a comprehension stands."""
+    return _COMPREHENSION.sub("", function)
+
+
+def body_lines(tree: ast.Module) -> dict[str, int]:
+    """Lines with code of each function's own body, by qualified name; of two of one name, both together."""
+    found: dict[str, int] = defaultdict(int)
+
+    def walk(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name, inside = "", prefix
+            if isinstance(child, Functions | ast.Lambda):
+                name = prefix + getattr(child, "name", "<lambda>")
+                found[name] += len(own_lines(child))
+                inside = f"{name}.<locals>."
+            elif isinstance(child, ast.ClassDef):
+                inside = f"{prefix}{child.name}."
+            walk(child, inside)
+
+    walk(tree, "")
+    return found
+
+
+def own_lines(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[int]:
+    """Lines with code of a function, without its head, its docstring, and the functions and classes in it."""
+    lines: set[int] = set()
+    pending: list[ast.AST] = [function.body] if isinstance(function, ast.Lambda) else list(function.body)
+    if isinstance(function, Functions) and ast.get_docstring(function, clean=False) is not None:
+        pending = pending[1:]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, Functions | ast.ClassDef):
+            continue
+        if isinstance(node, ast.expr | ast.stmt):
+            lines |= {node.lineno, node.end_lineno or node.lineno}
+        pending += ast.iter_child_nodes(node)
+    return lines
+
+
 # --- a traced run ---
 
 
@@ -336,10 +455,17 @@ class Event:
 
 
 class Tracer:
-    """Records how control passes between functions of a package, in all threads."""
+    """Records how control passes between functions of a package, in all threads.
+
+    Attributes:
+        events: in their order.
+        holders: classes of the package that held the first score that a scorer gave, in the order in which they did.
+    """
 
     def __init__(self, package: Path) -> None:
         self.events: list[Event] = []
+        self.holders: dict[str, None] = {}
+        self._chosen, self._score = False, None  # the score of the first epoch, not of the evaluation before it
         self._prefix = f"{package}{os.sep}"
 
     def __enter__(self) -> Tracer:
@@ -351,8 +477,10 @@ class Tracer:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
 
-    def _see(self, frame: FrameType, event: str, _: object) -> None:
+    def _see(self, frame: FrameType, event: str, result: object) -> None:
         ours = frame.f_code.co_filename.startswith(self._prefix)
+        if ours:
+            self._look(frame, event, result)
         if event == "call" and ours:
             self._add(frame, "enter")
         elif event == "return":
@@ -360,6 +488,19 @@ class Tracer:
                 self._add(frame, "leave")
             if frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(self._prefix):
                 self._add(frame.f_back, "back")
+
+    def _look(self, frame: FrameType, event: str, result: object) -> None:
+        """Note which objects that a function has hold the score, from the first score on until the advantages."""
+        returns = event == "return"
+        if not self._chosen:
+            self._chosen = frame.f_code.co_name in CHOICE[0]
+        elif self._score is None:
+            self._score = first_score(result) if returns and frame.f_code.co_name == "score" else None
+        elif returns and frame.f_code.co_name == "group_advantages":
+            self._score = math.nan  # equal to nothing
+        elif not math.isnan(self._score):
+            for thing in (*frame.f_locals.values(), result):
+                self.holders.update(dict.fromkeys(sorted(holders(thing, self._score))))
 
     def _add(self, frame: FrameType, kind: str) -> None:
         stack, leaving, at = [], False, frame
@@ -372,6 +513,65 @@ class Tracer:
                 leaving = leaving or bool(stack)
             at = at.f_back
         self.events.append(Event(tuple(reversed(stack)), kind, leaving))
+
+
+def first_score(result: object) -> float | None:
+    """The value of the first score of what a scorer returned."""
+    for one in result if isinstance(result, list | tuple) else ():
+        value = getattr(one, "value", None)
+        if isinstance(value, float) and value not in (0.0, 1.0):
+            return value
+    return None
+
+
+def holders(thing: object, value: float) -> set[str]:
+    """Classes of the package whose instances hold a value, among what can be reached from an object."""
+    found: set[str] = set()
+    seen: dict[int, bool] = {}
+
+    def reaches(one: object, depth: int) -> bool:
+        """Whether an object holds the value, for what holds the object."""
+        if isinstance(one, float):
+            return one == value
+        if depth > 6 or one is None or isinstance(one, str | bytes | int | type):
+            return False
+        if id(one) in seen:
+            return seen[id(one)]
+        seen[id(one)] = False
+        kind = type(one)
+        if kind.__module__.startswith("retouch.") and kind.__name__ == "Score":
+            return one.value == value  # type: ignore[attr-defined]
+        if kind.__module__.startswith("retouch."):
+            hits = [reaches(getattr(one, name, None), 0) for name in fields_of(one)]  # all: each may add a class
+            if any(hits):
+                found.add(f"{kind.__module__.removeprefix('retouch.')}.{kind.__qualname__}")
+            seen[id(one)] = any(hits) and hasattr(kind, "__dataclass_fields__")
+            return seen[id(one)]
+        hits = [reaches(part, depth + 1) for part in contents(one, value)]
+        seen[id(one)] = any(hits)
+        return seen[id(one)]
+
+    reaches(thing, 0)
+    return found
+
+
+def fields_of(one: object) -> list[str]:
+    """Names of the attributes of an object."""
+    slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(one, "__dict__", {}), *slots]
+
+
+def contents(one: Any, value: float) -> Sequence[object]:
+    """What is in a container of the language, an array, a tensor or a future."""
+    if isinstance(one, Mapping):
+        return list(one.values())
+    if isinstance(one, list | tuple | set | frozenset):
+        return list(one)
+    if isinstance(one, futures.Future):
+        return [one.result()] if one.done() and not one.cancelled() and one.exception() is None else []
+    if type(one).__name__ in ("Tensor", "ndarray") and one.ndim and len(one) < 4096 and "float" in str(one.dtype):
+        return [value] if any(abs(x - value) <= 1e-6 * abs(value) for x in one.reshape(-1).tolist()) else []
+    return []
 
 
 RUN: dict[str, Any] = {
@@ -416,8 +616,8 @@ ADVANTAGES: Mark = (("group_advantages",), ("core/",))
 BACKWARD: Mark = (("backward",), ("engine/",))
 
 
-def traced_run(root: Path, recipe: str) -> list[Event]:
-    """Events of a GRPO run of two steps. Runs in this process, through the command line of the checkout.
+def traced_run(root: Path, recipe: str) -> Tracer:
+    """What a tracer saw of a GRPO run of two steps. Runs in this process, through the command line of the checkout.
 
     Args:
         recipe: its file.
@@ -458,7 +658,7 @@ def traced_run(root: Path, recipe: str) -> list[Event]:
         importlib.import_module("retouch." + recipe.removesuffix(".py").replace("/", "."))  # slow under a tracer
         with Tracer(package) as tracer:
             command("train", at / "run.yaml")
-    return tracer.events
+    return tracer
 
 
 def position(what: str, events: Sequence[Event], start: int, test: Callable[[Event], bool]) -> int:
@@ -479,8 +679,12 @@ def called(mark: Mark, kind: str) -> Callable[[Event], bool]:
     return lambda e: e.kind == kind and e.function.rpartition(".")[2] in names and e.file.startswith(folders)
 
 
-def crossed(events: Sequence[Event], recipe: Sequence[str]) -> dict[str, Any]:
-    """Files that a data item and an image cross in the first epoch."""
+def crossed(events: Sequence[Event], recipe: Sequence[str], lines: Mapping[Place, int]) -> dict[str, Any]:
+    """Files and functions that a data item and an image cross in the first epoch.
+
+    Args:
+        lines: with code of each function of the package.
+    """
     begin = position("train", events, 0, lambda e: (e.file, e.function) == (recipe[0], "train"))
     chosen = position("choice of examples", events, begin, called(CHOICE, "enter"))
     sampling = position("sampling", events, chosen, called(SAMPLING, "enter"))
@@ -494,6 +698,11 @@ def crossed(events: Sequence[Event], recipe: Sequence[str]) -> dict[str, Any]:
         passing = (e for e in events[start : end + 1] if e.kind != "leave" and not e.leaving)
         return {e.file for e in passing if logs or not e.logs}
 
+    def functions(start: int, end: int) -> set[Place]:
+        passing = (e for e in events[start : end + 1] if e.kind != "leave" and not e.leaving and not e.logs)
+        places = {(e.file, without_comprehension(e.function)) for e in passing}
+        return {(file, function) for file, function in places if function != "<module>" and (file, function) in lines}
+
     active = [file for file, _ in events[backward].stack]
     both = files(chosen, backward)
     elsewhere = files(chosen, decoded) | files(computing, backward)
@@ -504,7 +713,29 @@ def crossed(events: Sequence[Event], recipe: Sequence[str]) -> dict[str, Any]:
         "to_advantage_with_sampling": files(sampling, computed, logs=True),
         "both_ways": both,
     }
-    return {name: {"count": len(found), "files": sorted(found)} for name, found in ways.items()}
+    own = functions(chosen, decoded) | functions(computing, backward)
+    routes = {
+        "to_gradient": functions(chosen, backward) & own,
+        "to_advantage": functions(submitted, computed),
+    }
+    below = [
+        len(e.stack) - 1 - [file for file, _ in e.stack].index(recipe[0])
+        for e in events[chosen : backward + 1]
+        if any(file == recipe[0] for file, _ in e.stack)
+    ]
+    return {
+        "crossed": {name: {"count": len(found), "files": sorted(found)} for name, found in ways.items()},
+        "functions_crossed": {
+            name: {
+                "count": len(found),
+                "body_lines": sum(lines[place] for place in found),
+                "body_p90": quantiles([lines[place] for place in found], n=10)[-1],
+                "functions": sorted(f"{file}:{function}" for file, function in found),
+            }
+            for name, found in routes.items()
+        },
+        "frames": max(below) + 1,
+    }
 
 
 def re_entries(events: Sequence[Event], recipe: Sequence[str]) -> list[str]:
@@ -534,6 +765,8 @@ def measure(root: Path, *, run: bool = True) -> dict[str, Any]:
         "commit": commit_of(root),
         "size": size(package, trees),
         "forced_edits": forced_edits(root, trees),
+        "names": names(trees),
+        "pages": pages(root),
         "recipe": {
             "files": recipe,
             "lines": sum((package / file).read_bytes().count(b"\n") for file in recipe),
@@ -584,8 +817,18 @@ def text(found: Mapping[str, Any]) -> str:
     for kind, edits in found["forced_edits"].items():
         lines.append(f"edits forced by a new {kind}: {edits['forced']} ({', '.join(edits['files']) or '-'})")
         lines.append("    files that name one: {smallest} to {largest}, median {median:g}".format(**edits["named"]))
+    named, words = found["names"], found["pages"]
+    for what in ("classes_with_two_meanings", "public_names_twice", "loose_modules"):
+        lines.append(f"{what.replace('_', ' '):27} {len(named[what])}: {', '.join(named[what])}")
+    lines.append(f"words of docs               {words['words_by_hand']} by hand, {words['words_generated']} by tools")
     for way, files in found.get("crossed", {}).items():
         lines.append(f"{way:27} {files['count']} files")
+    for way, one in found.get("functions_crossed", {}).items():
+        of = f"{one['body_lines']} lines with code, 90 % up to {one['body_p90']:g}"
+        lines.append(f"{way:27} {one['count']} functions, {of}")
+    if "frames" in found:
+        lines.append(f"{'frames':27} {found['frames']}")
+        lines.append(f"{'containers of a score':27} {len(found['containers'])}: {', '.join(found['containers'])}")
     if "re_entries" in found:
         lines.append(f"{'re-entries':27} {len(found['re_entries'])}: {'; '.join(found['re_entries']) or '-'}")
     return "\n".join(lines)
@@ -601,9 +844,12 @@ def main() -> None:
     arguments = parser.parse_args()
     root = arguments.root.resolve()
     if arguments.trace:
-        recipe = recipe_files(parsed(root / PACKAGE))
-        events = traced_run(root, recipe[0])
-        print(json.dumps({"crossed": crossed(events, recipe), "re_entries": re_entries(events, recipe)}))
+        trees = parsed(root / PACKAGE)
+        recipe = recipe_files(trees)
+        lines = {(file, name): n for file, tree in trees.items() for name, n in body_lines(tree).items()}
+        seen = traced_run(root, recipe[0])
+        found = crossed(seen.events, recipe, lines)
+        print(json.dumps({**found, "containers": list(seen.holders), "re_entries": re_entries(seen.events, recipe)}))
         return
     found = measure(root, run=not arguments.static)
     written = json.dumps(found, indent=2)

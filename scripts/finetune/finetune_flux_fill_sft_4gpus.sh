@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Supervised fine-tuning of all weights of FLUX.1-Fill with EMA, four GPUs, sharded by FSDP2.
 # Data: DATA_JSON_PATH, a list of images, masks and prompts; or DATA_PATH, a self_bench folder or such a list.
-# key=value may follow. A step has half of the images that it has on eight GPUs, at the same learning rate.
+# key=value may follow.
 #
 # 55.6 GiB a GPU for its share of weights, gradients, moments and EMA weights, by
 # `retouch check configs/flux_fill_sft_full.yaml --memory --world-size 4`; activations come on top. That leaves 24.0 GiB

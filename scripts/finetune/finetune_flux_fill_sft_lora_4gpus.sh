@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Supervised fine-tuning of a LoRA on FLUX.1-Fill, four GPUs.
 # Data: DATA_JSON_PATH, a list of images, masks and prompts; or DATA_PATH, a self_bench folder or such a list.
-# key=value may follow. A step has half of the images that it has on eight GPUs, at the same learning rate.
+# key=value may follow.
 set -eu
 # shellcheck source=scripts/launch.sh
 . "$(dirname "$0")/../launch.sh"

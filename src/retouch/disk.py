@@ -7,7 +7,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from retouch.errors import ConfigError
@@ -168,6 +168,28 @@ def only_writer(folder: Path, option: str = "--out") -> Iterator[None]:
         yield
     finally:
         os.close(held)
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """The files of a folder at any depth, also behind links to folders, each folder once and without its link if it has
+    a place of its own below the first; none that is hidden or in a hidden folder, which programs make for themselves.
+    """
+    seen, own, linked = set[tuple[int, int]](), [str(folder)], list[str]()
+    while own or linked:
+        place = own.pop() if own else linked.pop(0)
+        state = os.stat(place)  # noqa: PTH116
+        if (state.st_dev, state.st_ino) in seen:
+            continue
+        seen.add((state.st_dev, state.st_ino))
+        folders: list[os.DirEntry[str]] = []
+        with suppress(PermissionError), os.scandir(place) as entries:
+            for entry in entries:
+                if entry.is_dir() and not entry.name.startswith("."):
+                    folders.append(entry)
+                elif not entry.name.startswith("."):
+                    yield Path(entry.path)
+        for entry in sorted(folders, key=lambda entry: entry.name):
+            (linked if entry.is_symlink() else own).append(entry.path)
 
 
 def is_file(path: Path) -> bool:

@@ -22,7 +22,18 @@ from PIL import ExifTags, Image, ImageCms, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
 from retouch.colour_profiles import is_srgb, transform_of
-from retouch.imaging import Box, PackedImage, Pixels, as_shown, mask_weights, open_image, opened, resolution_of
+from retouch.imaging import (
+    Box,
+    PackedImage,
+    Pixels,
+    as_shown,
+    grey_words,
+    mask_weights,
+    open_image,
+    opened,
+    raw_mode,
+    resolution_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +123,7 @@ def read_file_image(path: Path | PackedImage) -> FileImage:
         ImageProblem: as `open_image`.
     """
     with opened(path) as image:
-        raw, turned = _raw_mode(image), image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        raw, turned = raw_mode(image), image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
         image.load()
         words = _words(path, image, raw)
         profile, about = image.info.pop("icc_profile", None) or None, _about(image, turned=turned)
@@ -151,25 +162,17 @@ def _channels(image: Image.Image) -> NDArray[np.uint8]:
 # --- 16 bits a channel ---
 
 
-def _raw_mode(image: Image.Image) -> str:
-    """How the bytes of an image that is not decoded yet are laid out, by Pillow's name; "" without one."""
-    tiles: Any = getattr(image, "tile", None)
-    layout = tiles[0][3] if tiles else ""
-    return str(layout[0] if isinstance(layout, tuple) and layout else layout)
-
-
 def _words(path: Path | PackedImage, image: Image.Image, raw: str) -> NDArray[np.uint16] | None:
     """[H, W, C]: the values of an image of 16 bits a channel, upright; None for another depth or layout."""
     if image.mode.startswith("I"):
-        grey: NDArray[np.uint16] = np.asarray(ImageOps.exif_transpose(image)).clip(0, 65535).astype(np.uint16)
-        return _with_alpha(grey[..., None], image.info.get("transparency"))
+        return _with_alpha(grey_words(image)[..., None], image.info.get("transparency"))
     if raw == "LA;16B":  # four bytes of a pixel: high and low byte of grey and of alpha
         return np.ascontiguousarray(_decoded(path, "RGBA")).view(">u2").astype(np.uint16)
     depth, order = raw[:-1], raw[-1:]
     if depth not in ("RGB;16", "RGBA;16"):
         return None
     low_bytes_of = {"L": "B", "B": "L", "N": "B" if sys.byteorder == "little" else "L"}
-    high, low = (_decoded(path, raw_mode).astype(np.uint16) for raw_mode in (raw, depth + low_bytes_of[order]))
+    high, low = (_decoded(path, layout).astype(np.uint16) for layout in (raw, depth + low_bytes_of[order]))
     return _with_alpha((high << 8 | low).astype(np.uint16), image.info.get("transparency"))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, BinaryIO, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,9 +174,10 @@ def opened(path: Path | PackedImage) -> Iterator[Image.Image]:
     if isinstance(path, Path) and os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113  no error
         raise ImageProblem(f"{path}: not a file")  # opening a pipe would wait for its other end
     try:
-        with Image.open(io.BytesIO(path.read()) if isinstance(path, PackedImage) else path) as image:
+        with _stream(path) as stream, Image.open(stream) as image:
             if image.format in _PROGRAMS:
                 raise ImageProblem(f"{path}: {image.format}, a program for a printer; convert it to PNG or JPEG")
+            _scale_key(image)
             yield image
     except FileNotFoundError:
         raise ImageProblem(f"{path}: no such file") from None
@@ -188,6 +189,12 @@ def opened(path: Path | PackedImage) -> Iterator[Image.Image]:
         raise ImageProblem(f"{path}: too large ({error}); scale it down first") from None
 
 
+def _stream(path: Path | PackedImage) -> BinaryIO:
+    """The bytes of an image. A path alone would let Pillow map an uncompressed file into memory, which it does in a
+    wrong size where a TIFF lies on its side."""
+    return io.BytesIO(path.read()) if isinstance(path, PackedImage) else path.open("rb")
+
+
 def open_image(path: Path | PackedImage) -> Image.Image:
     """Open and decode an image, `as_shown`.
 
@@ -196,11 +203,11 @@ def open_image(path: Path | PackedImage) -> Image.Image:
             PostScript.
     """
     with opened(path) as image:
-        if image.mode == "I" and image.format == "TIFF":  # their scale is unknown: a mask may hold 0 and 1, or 65535
+        if not _is_scaled(image):  # a mask may hold 0 and 1, or 65535
             low, high = image.getextrema()
             raise ImageProblem(
-                f"{path}: holds signed or 32-bit integers, values {low} to {high}; convert it to an 8-bit PNG or JPEG, "
-                "values 0 to 255"
+                f"{path}: holds integers of unknown scale (signed, of 32 bits, or of a format that states none), "
+                f"values {low} to {high}; convert it to an 8-bit PNG or JPEG, values 0 to 255"
             )
         shown = as_shown(image)
     if shown.mode == "F":
@@ -211,11 +218,14 @@ def open_image(path: Path | PackedImage) -> Image.Image:
 def as_shown(image: Image.Image) -> Image.Image:
     """An opened image, decoded: upright (EXIF orientation applied, as viewers and mask editors do), in sRGB
     (`in_srgb`), with 8 bits a channel, except floating-point values."""
+    key = image.info.get("transparency")
+    if isinstance(key, tuple) and raw_mode(image) == "RGB;16B":  # Pillow keeps the high bytes alone of its values
+        image.info["transparency"] = tuple(level >> 8 for level in key)
     image.load()
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I"):  # 16 bits: Pillow's own conversion clips all but the darkest 255 levels to white
-        levels = np.asarray(upright)
-        grey = Image.fromarray((levels >> 8).clip(0, 255).astype(np.uint8), "L")
+        levels = grey_words(image)
+        grey = Image.fromarray((levels >> 8).astype(np.uint8), "L")
         grey.info = {name: upright.info[name] for name in ("icc_profile",) if name in upright.info}
         if isinstance(key := upright.info.get("transparency"), int):
             grey.putalpha(Image.fromarray(np.where(levels == key, np.uint8(0), np.uint8(255))))
@@ -223,6 +233,45 @@ def as_shown(image: Image.Image) -> Image.Image:
     elif upright.mode in _STRAIGHT:
         upright = upright.convert(_STRAIGHT[upright.mode])
     return in_srgb(upright)
+
+
+_SCALED = ("PNG", "PPM", "JPEG2000")
+"""Formats whose integers Pillow scales to 0 to 65535."""
+
+_BITS, _PHOTOMETRIC = 258, 262
+"""Tags of a TIFF: bits of a value, and what its values mean."""
+
+
+def _is_scaled(image: Image.Image) -> bool:
+    """Whether the values of an opened image have a known scale."""
+    unsigned = image.mode != "I" and image.format == "TIFF"
+    return not image.mode.startswith("I") or unsigned or image.format in _SCALED
+
+
+def grey_words(image: Image.Image) -> NDArray[np.uint16]:
+    """[H, W]: the levels of an opened image of more than 8 bits in one channel, upright, 65535 = white."""
+    levels = np.asarray(ImageOps.exif_transpose(image)).clip(0, 65535).astype(np.uint16)
+    tags: Mapping[int, object] = getattr(image, "tag_v2", {})
+    if tags.get(_BITS) == (12,):  # Pillow leaves them as they are
+        levels = levels << 4 | levels >> 8
+    return (
+        65535 - levels if tags.get(_PHOTOMETRIC) == 0 else levels
+    )  # 0 is white, which Pillow heeds up to 8 bits alone
+
+
+def raw_mode(image: Image.Image) -> str:
+    """How the bytes of an image that is not decoded yet are laid out, by Pillow's name; "" without one."""
+    tiles: Any = getattr(image, "tile", None)
+    layout = tiles[0][3] if tiles else ""
+    return str(layout[0] if isinstance(layout, tuple) and layout else layout)
+
+
+def _scale_key(image: Image.Image) -> None:
+    """Scale the transparent grey of a PNG of 2 or 4 bits as Pillow scales its levels."""
+    most = {"L;2": 3, "L;4": 15}.get(raw_mode(image))
+    key = image.info.get("transparency")
+    if most is not None and isinstance(key, int):
+        image.info["transparency"] = key * 255 // most
 
 
 _STRAIGHT = {"La": "LA", "RGBa": "RGBA"}

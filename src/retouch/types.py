@@ -72,19 +72,31 @@ class Condition:
             the negative prompt of classifier-free guidance; a prediction without them is the conditional one.
         mask: [B, 1, H, W] in pixels, 1 = repaint; None for text-to-image.
         size: (height, width) of the images in pixels.
+        on_host: names, without `negative_`, of tensors that stay on the CPU: `predict` shapes its inputs by them, and
+            would wait for the device in every forward.
     """
 
     tensors: Mapping[str, Tensor]
     mask: Tensor | None
     size: tuple[int, int]
+    on_host: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
 
     def select(self, rows: Tensor | Sequence[int] | slice) -> Condition:
-        """The given rows, repeats allowed, as a new condition."""
-        mask = None if self.mask is None else self.mask[rows]
-        return replace(self, tensors={name: t[rows] for name, t in self.tensors.items()}, mask=mask)
+        """The given rows, repeats allowed, as a new condition. A tensor of rows is best on the CPU (`on_host`)."""
+        given: dict[Any, Any] = {}
+
+        def chosen(t: Tensor) -> Tensor:
+            if isinstance(rows, slice | Sequence):
+                return t[rows]
+            if t.device not in given:
+                given[t.device] = rows.to(t.device)
+            return t[given[t.device]]
+
+        mask = None if self.mask is None else chosen(self.mask)
+        return replace(self, tensors={name: chosen(t) for name, t in self.tensors.items()}, mask=mask)
 
     def without_negative(self) -> Condition:
         """The condition of the conditional prediction alone."""
@@ -92,7 +104,11 @@ class Condition:
 
     def to(self, device: Any) -> Condition:
         mask = None if self.mask is None else self.mask.to(device)
-        return replace(self, tensors={name: t.to(device) for name, t in self.tensors.items()}, mask=mask)
+        tensors = {
+            name: t if name.removeprefix("negative_") in self.on_host else t.to(device)
+            for name, t in self.tensors.items()
+        }
+        return replace(self, tensors=tensors, mask=mask)
 
 
 class Processes(Protocol):

@@ -164,7 +164,7 @@ def test_win_lose_policy_and_reference_share_time_and_noise(
 ) -> None:
     """Drawn apart, the loss of a policy that equals its reference is anything but ln 2."""
     scripted(brightness)
-    train(dpo_run(algorithm={"timesteps_per_pair": 3}, training__max_steps=1))
+    train(dpo_run(algorithm={"timesteps_per_pair": 3}, training__max_steps=1, optimizer__steps_per_forward=None))
     (reference, policy) = forwards
     assert (reference[2], policy[2]) == (False, True)
     assert torch.equal(reference[0], policy[0]) and torch.equal(reference[1], policy[1])

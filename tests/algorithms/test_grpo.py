@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from retouch.algorithms.grpo import recipe as grpo
 from retouch.algorithms.grpo.config import GrpoConfig
-from retouch.algorithms.grpo.recipe import step_spans
 from retouch.algorithms.train import recipe
 from retouch.config import ConfigError, RunConfig
 from retouch.data.sampler import derive_seed
@@ -213,7 +212,8 @@ def test_log_probs_computed_again_are_those_recorded(config: Config, guard: bool
 
 @pytest.mark.parametrize("spans", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_steps_per_forward_changes_memory_not_gradients(config: Config, spans: int) -> None:
-    together, _ = train(config(name="a", training__max_steps=1, rollout__window__size=3))
+    whole = {"rollout__window__size": 3, "optimizer__steps_per_forward": None}
+    together, _ = train(config(name="a", training__max_steps=1, **whole))
     apart, _ = train(
         config(name="b", training__max_steps=1, rollout__window__size=3, optimizer__steps_per_forward=spans)
     )
@@ -255,11 +255,6 @@ def test_metrics_count_a_span_by_its_steps(config: Config) -> None:
     assert told[0]["kl"] > 0 and told[0]["ratio"] != 1
     for name in ("kl", "ratio", "clip_fraction", "approx_kl", "max_abs_log_ratio"):
         assert told[1][name] == pytest.approx(told[0][name], rel=1e-3, abs=1e-9), name
-
-
-def test_spans() -> None:
-    assert step_spans(5, None) == [range(5)]
-    assert step_spans(5, 2) == [range(2), range(2, 4), range(4, 5)]
 
 
 def test_micro_batches_change_memory_not_gradients(config: Config) -> None:

@@ -4,7 +4,6 @@ and a checkpoint inside such an epoch continues bitwise."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -26,6 +25,7 @@ from retouch.training.experience import Experience
 from retouch.training.session import Session
 from retouch.training.step import Step
 from retouch.types import Failure, Outcome, Score, Stopped
+from tests.rewards.fakes import HANG_S
 from tests.selection import default
 
 from .runs import Config, Use, brightness, by_group, of_kind, train, weights
@@ -53,16 +53,17 @@ def late_run(config: Config, algorithm: str, late_rewards: str = "next_step", **
     return config(algorithm={**ALGORITHMS[algorithm], "late_rewards": late_rewards}, **{**SHAPE, **sampled, **options})
 
 
-Delays = Callable[[Callable[[int], float]], None]
+Delays = Callable[[Callable[[int], bool]], None]
 
 
 @pytest.fixture
 def delayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Delays]:
-    """Scores of training come so many seconds after they were requested, by the number of the group in its epoch."""
-    timers: list[threading.Timer] = []
+    """Scores of the groups that are late, by the number of the group in its epoch, come once the first step has taken
+    its groups."""
+    threads, taken = list[threading.Thread](), threading.Event()
 
-    def use(seconds: Callable[[int], float]) -> None:
-        real, seen = RewardTable.submit, list[int | None]()
+    def use(late: Callable[[int], bool]) -> None:
+        real, real_take, seen = RewardTable.submit, experience.Arrivals.take, list[int | None]()
 
         def submit(self: RewardTable, items: Any, *, training: bool = True) -> PendingScores:
             pending = real(self, items, training=training)
@@ -70,20 +71,33 @@ def delayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Delays]:
                 return pending
             if items[0].group not in seen:
                 seen.append(items[0].group)
-            wait = seconds(seen.index(items[0].group))
-            return replace(pending, parts={place: after(wait, future) for place, future in pending.parts.items()})
+            if not late(seen.index(items[0].group)):
+                return pending
+            return replace(pending, parts={place: afterwards(future) for place, future in pending.parts.items()})
+
+        def take(self: experience.Arrivals) -> Experience:
+            rows = real_take(self)
+            taken.set()
+            return rows
 
         monkeypatch.setattr(RewardTable, "submit", submit)
+        monkeypatch.setattr(experience.Arrivals, "take", take)
 
-    def after(seconds: float, future: Future[Any]) -> Future[Any]:
+    def afterwards(future: Future[Any]) -> Future[Any]:
         slow = Future[Any]()
-        timers.append(threading.Timer(seconds, lambda: slow.set_result(future.result())))
-        timers[-1].start()
+
+        def come() -> None:
+            taken.wait(HANG_S)
+            slow.set_result(future.result())
+
+        threads.append(threading.Thread(target=come))
+        threads[-1].start()
         return slow
 
     yield use
-    for timer in timers:
-        timer.join()
+    taken.set()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.fixture
@@ -126,7 +140,7 @@ def test_the_gradient_is_that_of_waiting_for_the_same_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scripted(brightness)
-    delayed(lambda group: 0.6 * (group < 2))
+    delayed(lambda group: group < 2)
     train(late_run(config, algorithm, name="late"))
     arrived, real = list(steps), experience.collect
     steps.clear()
@@ -149,22 +163,21 @@ def test_the_gradient_is_that_of_waiting_for_the_same_groups(
 def test_groups_that_are_in_are_trained_on_first(
     config: Config, scripted: Use, delayed: Delays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first two groups come late: the first step takes the other two, long before."""
+    """The first two groups come late: the first step takes the other two."""
     scripted(brightness)
-    delayed(lambda group: 1.5 * (group < 2))
-    taken: list[tuple[list[int], float]] = []
+    delayed(lambda group: group < 2)
+    taken: list[list[int]] = []
     real = experience.Arrivals.take
 
     def take(self: experience.Arrivals) -> Experience:
         order = list(self._examples)  # in the order of sampling
         rows = real(self)
-        taken.append((sorted({order.index(p) for p in rows.position.tolist()}), time.monotonic()))
+        taken.append(sorted({order.index(p) for p in rows.position.tolist()}))
         return rows
 
     monkeypatch.setattr(experience.Arrivals, "take", take)
     _, records = train(late_run(config, "grpo"))
-    assert [groups for groups, _ in taken] == [[2, 3], [0, 1]]
-    assert taken[1][1] - taken[0][1] > 0.5
+    assert taken == [[2, 3], [0, 1]]
     assert [record["rows"] for record in of_kind(records, "train")] == [4.0, 4.0]
     (rollout,) = of_kind(records, "rollout")
     assert (rollout["step"], rollout["images"], rollout["failed"]) == (1, 8.0, 0.0)
@@ -176,7 +189,7 @@ def test_a_step_waits_for_no_reward_of_weight_0(config: Config, scripted: Use, m
     trained, waited = threading.Event(), list[bool]()
 
     def score(self: Any, items: list[RewardItem]) -> list[Outcome]:
-        waited.append(trained.wait(20))
+        waited.append(trained.wait(60))
         return [Score(0.5) for _ in items]
 
     monkeypatch.setattr(ocr.OcrScorer, "load", lambda self, device: None)
@@ -193,7 +206,7 @@ def test_a_step_waits_for_no_reward_of_weight_0(config: Config, scripted: Use, m
 def test_more_steps_than_groups_with_a_signal(config: Config, scripted: Use, delayed: Delays) -> None:
     """Groups that tie have no rows; a step of such groups alone is skipped."""
     scripted(by_group(lambda group, item: Score(0.5) if group < 2 else brightness(item))[0])
-    delayed(lambda group: 0.4 * (group >= 2))
+    delayed(lambda group: group >= 2)
     options = {"training__max_steps": 4, "optimizer__gradient_accumulation": 1}
     _, records = train(late_run(config, "grpo", **options))
     assert [record["skipped"] for record in of_kind(records, "train")].count(1.0) >= 1
@@ -209,7 +222,7 @@ def test_a_checkpoint_inside_the_epoch_continues_bitwise(
 ) -> None:
     """It waits for the groups that are late; from there on the steps are decided."""
     scripted(brightness)
-    delayed(lambda group: 0.3 * (group % 2))
+    delayed(lambda group: group % 2 == 1)
     options = {"optimizer__gradient_accumulation": 1, "training__max_steps": 4, "training__checkpoint_every": 2}
     run, _ = train(late_run(config, algorithm, name="whole", **options))
     whole = weights(run)
@@ -230,7 +243,7 @@ def test_rewards_that_fail_late_drop_the_rest_of_the_epoch(config: Config, scrip
         return Failure("unavailable", "away", retryable=True) if dead else brightness(item)
 
     scripted(by_group(rule)[0])
-    delayed(lambda group: 0.8 * (group < 2))
+    delayed(lambda group: group < 2)
     options = {"training__max_steps": 3, "reward_client__outage_wait_s": 0.0}
     with pytest.raises(Stopped, match="stayed unavailable") as stopped:
         train(late_run(config, "grpo", **options))

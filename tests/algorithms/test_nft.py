@@ -301,7 +301,8 @@ def test_the_target_is_the_rollout_s_own_latent(
     monkeypatch.setattr(rollouts, "sample", sample)
     monkeypatch.setattr(nft, "nft_loss", loss)
     scripted(brightness)
-    train(nft_run(algorithm={"timesteps_per_image": 3}, training__max_steps=1))
+    one_forward = {"optimizer__steps_per_forward": None}
+    train(nft_run(algorithm={"timesteps_per_image": 3}, training__max_steps=1, **one_forward))
     (x_t, x0, sigma), (final,) = seen[0], finals
     assert x_t.shape[0] == 4 * 3
     for row in x0[::3]:

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
 
 pytest.importorskip("trl")
 
@@ -185,11 +191,19 @@ def test_vllm_is_given_a_name_that_can_be_loaded(parts_of: Any, tmp_path: Path, 
     tokenizer = AutoTokenizer.from_pretrained(name)
     assert tokenizer("red").input_ids == parts.tokenizer("red").input_ids
     assert tokenizer.chat_template == parts.tokenizer.chat_template
+    processor = ImageTextProcessor.from_pretrained(name)  # vLLM makes one of images for qwen_image as well
+    images = processor.image_processor
     if family == "qwen_image_edit":
-        processor = ImageTextProcessor.from_pretrained(name)
-        assert processor.image_processor.to_dict() == parts.processor.image_processor.to_dict()
-        told = json.loads((parts.dir.path / "vllm/processor_config.json").read_text(encoding="utf-8"))
-        assert told["processor_class"] == "Qwen2_5_VLProcessor"  # to load it as such needs torchvision
+        assert images.to_dict() == parts.processor.image_processor.to_dict()
+    vision = parts.policy.config.vision_config
+    assert (images.patch_size, images.temporal_patch_size, images.merge_size) == (
+        vision.patch_size,
+        vision.temporal_patch_size,
+        vision.spatial_merge_size,
+    )
+    assert AutoImageProcessor.from_pretrained(name).to_dict() == images.to_dict()
+    told = json.loads((parts.dir.path / "vllm/processor_config.json").read_text(encoding="utf-8"))
+    assert told["processor_class"] == "Qwen2_5_VLProcessor"  # to load it as such needs torchvision
 
 
 def test_a_run_with_vllm_names_the_policy_first(vlm_file: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:

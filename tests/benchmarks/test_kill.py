@@ -49,7 +49,7 @@ def test_the_code_is_that_of_the_process(way: str, code: int, tmp_path: Path) ->
             signal.signal(number, handler)
     found = kill.kill(process, way, tmp_path, 0.5, random.Random(0))
     assert (found["way"], found["code"], found["while"]) == (way, code, "starting")
-    assert 0.5 <= found["at_s"] < 5
+    assert 0.5 <= found["at_s"] < 20
 
 
 def test_a_server_that_is_not_there_is_no_kill(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,13 +58,13 @@ def test_a_server_that_is_not_there_is_no_kill(monkeypatch: pytest.MonkeyPatch) 
     assert not kill._kill_server(process, random.Random(0))
     ended: Any = Sleeping()
     ended.send(signal.SIGKILL)
-    ended.wait(5)
+    ended.wait(60)
     monkeypatch.setattr(kill, "descendants", lambda pid: [ended.pid])
     monkeypatch.setattr(kill, "_command", lambda pid: b"retouch")
     assert not kill._kill_server(process, random.Random(0))
     assert process.poll() is None
     process.send(signal.SIGKILL)
-    process.wait(5)
+    process.wait(60)
     trials = [
         {"trial": 0, "target": "grpo_server", "kills": [{"way": "server", "while": "training"}] * 2, "problems": []}
     ]

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.rewards.fakes import Brightness, serving
+
 REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+import rewards as benchmark  # noqa: E402
+
 FOUND: dict[str, Any] = json.loads((REPOSITORY / "benchmarks/results/rewards.json").read_text(encoding="utf-8"))
 PAGE = (REPOSITORY / "docs/rewards.md").read_text(encoding="utf-8")
 
@@ -49,3 +59,17 @@ def test_the_numbers_of_the_page_are_these() -> None:
     for row in FOUND["balance"]["found"]:
         assert f"| {row['balance']} | {row['requests_per_server']} | {row['of_ideal']:.2f} |" in PAGE
     assert f"{FOUND['overlap']['found']['of_bound']:.2f} of the larger" in PAGE
+
+
+def test_the_load_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a server without a token, which answers to the names of its own machine alone."""
+    with serving({"fn": Brightness()}) as url:
+        monkeypatch.setitem(benchmark.PORTS, "retouch", int(url.rpartition(":")[2]))
+        counter = [0]
+        latencies = asyncio.run(benchmark.load("retouch", "gpu_like", 2, 0.0, counter))
+    assert len(latencies) == counter[0] == 2
+
+
+def test_the_ways_to_balance_answer_every_request() -> None:
+    rows = benchmark.balance(requests=8, seconds=0.001)
+    assert [sum(row["answered"]) for row in rows] == [8, 8, 8]

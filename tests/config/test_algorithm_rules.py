@@ -122,7 +122,6 @@ OFFLINE = (PAIRS, "rewards={}")
             )
             for name, algorithm in (("nft", NFT), ("dpo", DPO))
             for section, key, value, does, out in (
-                ("optimizer", "steps_per_forward", "2", "trains no solver steps", "it"),
                 ("rollout", "eta", "2.0", "samples by the ODE", "eta"),
                 ("rollout", "noise_level", "2.0", "samples by the ODE", "noise_level"),
             )

@@ -11,7 +11,7 @@ import pytest
 from tools import cost_table
 
 from retouch.config import ConfigError, RunConfig, derive
-from retouch.config.cost import MEASURED, Cost, Forwards, cost, cost_lines, evaluations
+from retouch.config.cost import MEASURED, Cost, Forwards, cost, cost_lines, evaluations, known_peak
 from retouch.observe import log
 from retouch.rewards.base import Question, tiled_tokens
 from retouch.rewards.scorers.reading import SECONDS_A_PAGE
@@ -256,6 +256,12 @@ def test_groups_that_are_sampled_again_are_not_known(run_with: Run) -> None:
         return " ".join(cost(run_with(f"algorithm={{name: grpo, resample_rounds: {rounds}}}")).unknown)
 
     assert "algorithm.resample_rounds" in told(1) and "algorithm.resample_rounds" not in told(0)
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "A4090"])
+def test_a_smaller_gpu_of_the_same_number_is_unknown(gpu: str) -> None:
+    assert known_peak("NVIDIA GeForce RTX 4090") == known_peak("4090") is not None
+    assert known_peak(gpu) is None
 
 
 def test_a_text_encoder_that_is_trained() -> None:

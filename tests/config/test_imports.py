@@ -86,18 +86,26 @@ for registry in (FAMILIES, ALGORITHMS, REWARDS, FORMATS):
     ]
 
 
+HERE = ("data.path=.", "warmup_data=null", "algorithm.sft_steps=0", "evaluation.data=null", "logging.dir=.")
+"""All files of a run are there; it has not looked into them."""
+
 USAGE_ERRORS = [
     ["sample", "--config", str(TINY), "--out", "x", "--data", "x", "--crop", "al"],
     ["sample", "--config", str(TINY), "--out", "x", "--image", "no.png", "--box", "0,0,9,9", "--text", "A"],
     ["eval", "--config", str(TINY), "--data", "no-such-folder"],
+    ["sample", "--config", str(TINY), "--out", "x", "--data", ".", "--resolution", "36x65"],
+    ["train", str(TINY), *HERE, "resume=no-such-checkpoint"],
+    ["train", str(TINY), *HERE, "name=held"],
     ["export", "no-such-checkpoint", "--to", "diffusers"],
     ["export", ".", "--to", "difusers"],
 ]
 
 
-@pytest.mark.parametrize("arguments", default(USAGE_ERRORS, USAGE_ERRORS[1:4].__contains__))
+@pytest.mark.parametrize("arguments", default(USAGE_ERRORS, USAGE_ERRORS[1:6].__contains__))
 def test_a_usage_error_imports_no_torch(arguments: list[str], tmp_path: Path) -> None:
     """It is reported within a second, not after the seconds that torch takes to import."""
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
     code = f"""
 import os
 from retouch.cli import main

@@ -125,10 +125,10 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )  # fmt: skip
 def test_hostile_run_files_are_one_message(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(ConfigError, match="not valid YAML"):
         read_yaml(tmp_path / "run.yaml")
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_a_long_chain_of_files_is_refused(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_what_is_not_trained_is_refused_by_check_and_by_training_alone(
     """A run of an earlier version may have it, and is opened all the same."""
     pytest.importorskip("torch")
     from retouch.observe import RunDir
-    from retouch.training.build import can_begin
+    from retouch.training.beginning import can_begin
 
     run = run_with("training.stop_on_plateau=size", f"logging.dir={tmp_path}")
     file = tmp_path / "run.yaml"

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from retouch.config import RunConfig, load_run, numbers
+from retouch.config.cost import cost
 from retouch.config.derived import snapshots
 from tests.families.facts import facts_of
 
@@ -188,6 +189,7 @@ def test_the_numbers_of_its_comments_follow_from_its_options(path: Path) -> None
         r"(\d+) requests in training": judged_images(run, derived) * requests_per_image(run),
         r"costs (\d) requests?:": requests_per_image(run),
         r"(\d+) GB each": saved_gb(run),
+        r"the (\d+) servers that `check` counts": cost(run, devices_of(path)).replicas,
     }
     for pattern, value in expected.items():
         for number in re.findall(pattern, text):
@@ -232,3 +234,11 @@ def test_a_run_on_ocr_has_a_gold_reward_that_stops_it(path: Path) -> None:
     gold = [entry.scorer for entry in run.rewards.values() if entry.role == "gold"]
     assert gold and run.evaluation.on_gold_fall == "stop"
     assert gold != ["ocr"] or "recognizer" in run.rewards
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_run_that_stops_on_a_plateau_evaluates_enough_examples_to_see_one(path: Path) -> None:
+    """docs/expect.md: 64 end at the last step. The evaluations of reward gradients would cost as much as the rest."""
+    run = loaded(path)
+    if run.training.stop_on_plateau is not False:
+        assert run.evaluation.num_examples >= (64 if run.algorithm.name == "reward_gradient" else 256)

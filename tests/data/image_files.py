@@ -157,7 +157,7 @@ def write_tiff_of(path: Path, values: NDArray[np.uint16], order: str, *tags: tup
 
     Args:
         order: "<" (II) or ">" (MM).
-        tags: further ones: tag, type, count, value.
+        tags: further ones, or others in place of those that the values have: tag, type, count, value.
     """
     height, width, channels = values.shape
     pixels = values.astype(f"{order}u2").tobytes()
@@ -165,14 +165,14 @@ def write_tiff_of(path: Path, values: NDArray[np.uint16], order: str, *tags: tup
         *((256, 4, 1, width), (257, 4, 1, height), (258, 3, channels, 8), (259, 3, 1, 1)),
         *((262, 3, 1, 2 if channels > 2 else 1), (273, 4, 1, 16), (277, 3, 1, channels), (278, 4, 1, height)),
         (279, 4, 1, len(pixels)),
-        *tags,
     ]
     head = (b"II" if order == "<" else b"MM") + struct.pack(f"{order}HI", 42, 16 + len(pixels))
     bits = struct.pack(f"{order}4H", 16, 16, 16, 16)
     if channels == 1:
         entries[2] = (258, 3, 1, 16)
+    entries = sorted({entry[0]: entry for entry in (*entries, *tags)}.values())
     directory = struct.pack(f"{order}H", len(entries))
-    for tag, kind, count, value in sorted(entries):
+    for tag, kind, count, value in entries:
         short = kind == 3 and count == 1
         place = struct.pack(f"{order}HH", value, 0) if short else struct.pack(f"{order}I", value)
         directory += struct.pack(f"{order}HHI", tag, kind, count) + place

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
+from retouch.file_image import read_file_image
 from retouch.imaging import (
     Box,
     Fit,
@@ -30,6 +32,7 @@ from retouch.imaging import (
 from retouch.lines import folded
 
 from .conftest import box_mask, picture, pixels
+from .image_files import write_png_of, write_tiff_of
 
 RNG = np.random.default_rng(0)
 
@@ -54,6 +57,61 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:
     levels = np.array([[0, 255, 256, 32768, 65535]], np.uint16)
     Image.fromarray(levels).save(tmp_path / "a.png")
     assert np.asarray(open_image(tmp_path / "a.png")).tolist() == [[0, 0, 1, 128, 255]]
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_scan_on_its_side_is_turned(mode: str, orientation: int, tmp_path: Path) -> None:
+    """Pillow maps an uncompressed TIFF of one channel, or of four, into memory in the size that it has when turned."""
+    words = RNG.integers(0, 65536, (4, 6), np.uint16)
+    scan = Image.fromarray(words) if mode == "I;16" else picture(size=(6, 4)).convert(mode)
+    upright, exif = tmp_path / "upright.tif", Image.Exif()
+    scan.save(upright)
+    exif[0x0112] = orientation
+    scan.save(tmp_path / "a.tif", exif=exif)
+    expected = to_rgb(open_image(upright))
+    expected.getexif()[0x0112] = orientation
+    assert pixels(to_rgb(open_image(tmp_path / "a.tif"))) == pixels(ImageOps.exif_transpose(expected))
+
+
+def test_levels_of_twelve_bits_are_scaled(tmp_path: Path) -> None:
+    """A scan of a microscope is not nearly black."""
+    packed_bits = np.frombuffer(bytes.fromhex("000fff800400"), "<u2")  # levels 0, 4095, 2048 and 1024
+    write_tiff_of(tmp_path / "a.tif", packed_bits.reshape(1, 3, 1), "<", (256, 4, 1, 4), (258, 3, 1, 12))
+    assert np.asarray(open_image(tmp_path / "a.tif")).tolist() == [[0, 255, 128, 64]]
+    assert read_file_image(tmp_path / "a.tif").values.ravel().tolist() == [0, 65535, 32776, 16388]
+
+
+def test_sixteen_bits_of_which_zero_is_white(tmp_path: Path) -> None:
+    """Pillow turns such levels around up to 8 bits alone."""
+    levels = np.array([0, 65535, 16384], np.uint16).reshape(1, 3, 1)
+    write_tiff_of(tmp_path / "a.tif", levels, "<", (262, 3, 1, 0))
+    assert np.asarray(open_image(tmp_path / "a.tif")).tolist() == [[255, 0, 191]]
+    assert read_file_image(tmp_path / "a.tif").values.ravel().tolist() == [65535, 0, 49151]
+
+
+@pytest.mark.parametrize(("bits", "key"), [(2, 1), (4, 6), (8, 100)])
+def test_a_transparent_grey_of_few_bits(bits: int, key: int, tmp_path: Path) -> None:
+    """An optimised drawing lies on white: the key has the scale of the file, and the levels that of 8 bits."""
+    values = np.array([0, key, 2**bits - 1, key], np.uint16).reshape(1, 4, 1)
+    write_png_of(tmp_path / "a.png", values, bits, (b"tRNS", struct.pack(">H", key)))
+    assert np.asarray(to_rgb(open_image(tmp_path / "a.png")))[0, :, 0].tolist() == [0, 255, 255, 255]
+    assert read_file_image(tmp_path / "a.png").values[0, :, 1].tolist() == [255, 0, 255, 0]
+
+
+def test_a_transparent_colour_of_sixteen_bits(tmp_path: Path) -> None:
+    values = np.array([[[0] * 3, [300] * 3, [40000] * 3]], np.uint16)
+    write_png_of(tmp_path / "a.png", values, 16, (b"tRNS", struct.pack(">3H", 300, 300, 300)))
+    assert np.asarray(to_rgb(open_image(tmp_path / "a.png")))[0, :, 0].tolist() == [0, 255, 156]
+
+
+def test_integers_of_a_format_without_a_scale(tmp_path: Path) -> None:
+    """The levels of an astronomer may be 0 to 4095, or signed."""
+    card = "{:80}".format
+    head = "".join(map(card, ("SIMPLE  = T", "BITPIX  = 16", "NAXIS   = 2", "NAXIS1  = 2", "NAXIS2  = 2", "END")))
+    (tmp_path / "a.fits").write_bytes(f"{head:2880}".encode() + struct.pack(">4h", 0, 1, 2, 3) + bytes(2872))
+    with pytest.raises(ImageProblem, match=r"holds integers of unknown scale .* values 0 to 3"):
+        open_image(tmp_path / "a.fits")
 
 
 def test_pictures_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

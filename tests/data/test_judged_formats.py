@@ -17,6 +17,7 @@ from retouch.data.discover import recognised
 from retouch.data.formats.gedit import TASKS, GEditData
 from retouch.data.formats.geneval import GenEvalData
 from retouch.data.formats.imgedit import ImgEditData
+from retouch.use.items import _shared
 from tests.data.protocols import write_table
 
 GENEVAL = Path(__file__).parents[1] / "benchmarks_data/geneval_metadata.jsonl"
@@ -194,3 +195,9 @@ def test_geneval_names_lines_that_are_broken(tmp_path: Path) -> None:
         "m.jsonl line 2: tag is 1; it must be a string",
         "m.jsonl line 3: prompt missing or empty; its keys are 'tag'",
     ]
+
+
+def test_the_images_of_another_list_are_its_own() -> None:
+    """`sample --data` reads a list with the options of the run; images of the same name may lie in the run's folder."""
+    section = ImgEditData(path="a", images="b", fit="crop", max_bad_items=3)
+    assert _shared(section, ImgEditData) == {"fit": "crop", "max_bad_items": 3, "resolution": 512}

@@ -17,6 +17,7 @@ from retouch.data.formats.manifest import ManifestData
 from retouch.data.formats.prompts import PromptsData
 from retouch.data.split import split
 from retouch.data.tables import tables_of
+from retouch.disk import files_below
 from tests.command_line import retouch
 
 from .conftest import box_mask, picture
@@ -197,6 +198,34 @@ def test_quotes_within_a_cell_of_a_tsv_are_its_own(folder: Path) -> None:
     assert problem(folder, "l.tsv", wide) == says
 
 
+def test_a_quote_that_is_not_closed_takes_no_rows_of_a_tsv(folder: Path) -> None:
+    """A later cell that ends with a quote would close it, and the rows between would be one prompt."""
+    says = (
+        "a double quote that begins a cell on line 3 ends here, but each line has 2 cells, as the header; put a cell "
+        "that begins with a double quote in double quotes, and double those within it"
+    )
+    for rows in ('"Hello\ta\nok\tb\nMonitor 24"\tc', 'a\t"Hello\nb\tok\nc\tMonitor 24"\nd\te'):
+        assert problem(folder, "l.tsv", f"\nprompt\tnote\n{rows}\n") == f" line 5: {says}"
+    (folder / "l.tsv").write_text('prompt\tnote\n"two\nlines"\ta\n"with\ta tab\n\nand more\n"\tb\n')
+    assert listed(ManifestData(path=str(folder / "l.tsv"))) == ["two\nlines", "with\ta tab\n\nand more\n"]
+
+
+def test_blanks_behind_the_commas_of_a_csv(folder: Path) -> None:
+    """Quotes behind a blank are no part of the prompt, which would be read as a text to write."""
+    (folder / "l.csv").write_text('note, prompt\na, "a sign, red"\nb, hello\n"c",  it\'s "so"\n')
+    assert listed(ManifestData(path=str(folder / "l.csv"))) == ["a sign, red", "hello", 'it\'s "so"']
+    (folder / "l.csv").write_text("note,prompt\na, kept\n")
+    assert listed(ManifestData(path=str(folder / "l.csv"))) == [" kept"]
+
+
+@pytest.mark.parametrize("name", ["l.csv", "l.tsv"])
+def test_a_second_header_is_no_prompt(name: str, folder: Path) -> None:
+    """Of lists that were joined, each with its byte-order mark."""
+    for content in ("prompt\na\nprompt\nb\n", "\ufeffprompt\na\n\ufeffprompt\nb\n"):
+        says = " line 3: the header stands here again, as in two files that were joined"
+        assert problem(folder, name, content) == says
+
+
 @pytest.mark.parametrize(("name", "separator"), [("l.tsv", "\t"), ("l.csv", ",")])
 def test_rows_are_the_same_when_they_are_written_again(name: str, separator: str, folder: Path) -> None:
     """As a spreadsheet writes them, and in the two lists of `data split`."""
@@ -246,6 +275,28 @@ def test_caches_of_datasets_are_no_tables(tmp_path: Path) -> None:
     write(tmp_path / "cache-1f2e3d4c5b6a7988.arrow", "b")
     write(tmp_path / "cache-1f2e3d4c5b6a7988_00000_of_00002.arrow", "c")
     assert [dict(row) for table in tables_of(str(tmp_path)) for row in table] == [{"prompt": "a"}]
+
+
+def test_folders_behind_links_are_read_and_hidden_ones_are_not(tmp_path: Path) -> None:
+    """A part of the data may lie on another disk, and editors keep copies; nothing is read twice."""
+    data, other = tmp_path / "data", tmp_path / "other"
+    for name in ("data/a", "data/sub/b", "data/.ipynb_checkpoints/a-checkpoint", "data/._a", "other/c", "other/deep/d"):
+        (tmp_path / f"{name}.jsonl").parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "x"}\n')
+    for place, link in ((other, "linked"), (other, "again"), (data, "sub/circle"), (data / "sub", "a-sub")):
+        (data / link).symlink_to(place)
+    assert sorted(path.relative_to(data).as_posix() for path in files_below(data)) == [
+        "a.jsonl", "again/c.jsonl", "again/deep/d.jsonl", "sub/b.jsonl"
+    ]  # fmt: skip
+    assert [table.name for table in tables_of(str(data))] == [
+        "a.jsonl", "again/c.jsonl", "again/deep/d.jsonl", "sub/b.jsonl"
+    ]  # fmt: skip
+    (other / "dog.txt").write_text("a dog")
+    picture().save(other / "dog.png")
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/linked").symlink_to(other)
+    (found,) = discover(tmp_path / "pictures").items
+    assert found.prompt == "a dog"
 
 
 def test_images_beside_tables_are_not_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

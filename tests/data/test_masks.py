@@ -231,6 +231,6 @@ def test_integers_of_32_bits_are_refused_with_their_values(tmp_path: Path) -> No
     with pytest.raises(ImageProblem) as caught:
         open_image(tmp_path / "m.tif")
     assert str(caught.value) == (
-        f"{tmp_path}/m.tif: holds signed or 32-bit integers, values 0 to 255; convert it to an 8-bit PNG or JPEG, "
-        "values 0 to 255"
+        f"{tmp_path}/m.tif: holds integers of unknown scale (signed, of 32 bits, or of a format that states none), "
+        "values 0 to 255; convert it to an 8-bit PNG or JPEG, values 0 to 255"
     )

@@ -127,6 +127,21 @@ def test_a_folder_of_the_hub(served: HubStub, monkeypatch: pytest.MonkeyPatch) -
     assert local_path(f"{SET}/lists") == folder and not served.asked
 
 
+def test_a_part_of_a_folder_is_not_taken_for_all_of_it(
+    served: HubStub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a download of one file without the others, the cache has a folder, and no list of its files."""
+    local_path(f"{SET}/lists/metadata.jsonl")
+    assert cached_path(f"{SET}/lists") is None and cached_path(f"{SET}/lists/metadata.jsonl") is not None
+    with monkeypatch.context() as offline:
+        offline.setattr(remote, "hub_problem", lambda: "refused")
+        assert not (local_path(f"{SET}/lists") / "more").exists()
+    assert "the cache holds some of its files, perhaps not all" in caplog.text
+    caplog.clear()
+    remote.resolved.cache_clear()
+    assert (local_path(f"{SET}/lists") / "more/unread.txt").is_file() and not caplog.text
+
+
 def test_a_process_asks_for_a_folder_once(served: HubStub, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many items read it; what failed is tried again."""
     lines = b"\n".join(b"%d-WORD" % n for n in range(5))

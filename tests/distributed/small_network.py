@@ -70,14 +70,19 @@ def rows(step: int) -> tuple[Tensor, Tensor]:
 
 
 class Setup:
-    def __init__(self, sharding: dict[str, Any], folder: Path, precision: str = "no") -> None:
+    def __init__(
+        self, sharding: dict[str, Any], folder: Path, precision: str = "no", *, of_files: torch.dtype | None = None
+    ) -> None:
         training = TrainingConfig(mixed_precision=precision, **sharding)  # type: ignore[arg-type]
         self.engine = Engine(training, OptimizerConfig(lr=0.05, eps=1e-3, max_grad_norm=0.5), seed=3)
         network = Network()
         if precision == "bf16":  # as a network is under an adapter
             for parameter in network.parameters():
                 parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else torch.bfloat16)
-        self.engine.prepare(network, gradient_checkpointing=False)
+        if of_files is not None:  # as a network that is trained whole comes from its files
+            network.to(of_files)
+        dtype = None if of_files is None else torch.float32
+        self.engine.prepare(network, gradient_checkpointing=False, dtype=dtype)
         self.policy = Policy(network, exchange=self.engine.own_memory)
         self.engine.new_optimizer()
         self.checkpoints = Checkpoints(
@@ -177,6 +182,8 @@ def main() -> None:
             kind = "whole_gradients" if whole else "gradients"
             found[way][kind] = collectives({**sharding, "shard_gradients": not whole}, out, f"{way}-{kind}")
         found[way]["bf16"] = Setup(sharding, out / f"{way}-bf16", "bf16").step(1)
+        mapped = Setup(sharding, out / f"{way}-mapped", of_files=torch.bfloat16)
+        found[way]["mapped"] = {"start": mapped.whole(), "steps": [mapped.step(1), mapped.step(2)]}
     (out / f"{'one' if WORLD == 1 else f'rank-{RANK}'}.json").write_text(json.dumps(found), encoding="utf-8")
     if WORLD > 1:
         torch.distributed.destroy_process_group()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -139,6 +140,17 @@ def test_bf16_is_as_on_one_process(found: dict[str, Any]) -> None:
     for rank in two:
         assert rank["bf16"] == pytest.approx(one["bf16"], rel=0.01)
         assert rank["bf16"] != rank["steps"][0]
+
+
+@every_way
+def test_weights_are_widened_as_they_are_placed(found: dict[str, Any]) -> None:
+    """From files in bf16: every value is one of bf16, and is trained in fp32."""
+    one, *two = found.values()
+    start = torch.tensor(numbers(one["mapped"]["start"]))
+    assert torch.equal(start, start.bfloat16().float())
+    for rank in two:
+        assert rank["mapped"]["start"] == one["mapped"]["start"]
+        assert numbers(rank["mapped"]["steps"]) == pytest.approx(numbers(one["mapped"]["steps"]), rel=1e-5)
 
 
 def test_deepspeed_exchanges_what_bf16_computed_in_fp32(by_deepspeed: dict[str, Any]) -> None:

@@ -143,7 +143,7 @@ def test_numbers_in_the_text(released: Path) -> None:
     report = report_memory(whole)
     assert f"would be {report['device_bytes'] / 1e9:.1f} GB" in PAGE
     [network] = [part for part in report["parts"] if part["what"] == "network, trained"]
-    read = f"A process first reads the whole network: {network['bytes'] / 1e9:.1f} GB of host memory each"
+    read = f"Read as fp32 at once, FLUX.1-Fill takes {network['bytes'] / 1e9:.1f} GB of host memory on every process"
     assert read in " ".join(PAGE.split())
     large = derive(
         load_run(str(REPOSITORY / FULL), ["rollout.global_groups_per_batch=64", "optimizer.global_batch_size=512"]), 64

@@ -131,6 +131,18 @@ def test_guidance_is_two_predictions(family: str) -> None:
     assert not any(name.startswith("negative_") for name in model.encode(examples, 1.0).tensors)
 
 
+@pytest.mark.parametrize(("family", "masked"), [case for case in CASES if case[0] != "qwen_image_21"])
+def test_a_forward_asks_for_no_value_of_a_tensor_on_the_device(family: str, masked: bool) -> None:
+    """A GPU would have to compute everything before it knows one. Tensors without values stand for those of a device;
+    one of the CPU beside them is an error, too. diffusers' network of Qwen-Image-2.1 asks for the mask of its images.
+    """
+    model = copy.copy(tiny(family))
+    condition = model.encode(examples_of(masked), model.spec.guidance_scale).to("meta")
+    network = copy.deepcopy(model.network).to("meta")
+    found = model.predict(network, start(model).to("meta"), times_of(model).to("meta"), condition)
+    assert found.device.type == "meta" and found.shape == start(model).shape
+
+
 @case
 def test_replayed_log_probabilities_are_the_recorded_ones(family: str, masked: bool) -> None:
     """Exactly, in batches of the same rows, with a graph as training has it."""

@@ -24,6 +24,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from retouch.rewards import REWARDS
+from retouch.rewards.client.exchange import Exchange, NotReady
 from retouch.rewards.protocol import CheckedScorer, Pixels, RewardItem, Scorer, ScorerSpec
 from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.app import app_of
@@ -136,11 +137,11 @@ class Gated(Brightness):
             self.may_score.set()
 
     def load(self, device: str) -> None:
-        assert self.may_load.wait(10)
+        assert self.may_load.wait(60)
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         self.scoring.set()
-        assert self.may_score.wait(10)
+        assert self.may_score.wait(60)
         return super().score(items)
 
     def open(self) -> None:
@@ -232,7 +233,7 @@ def serving(
             if isinstance(scorer, Gated):
                 scorer.open()
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -240,17 +241,33 @@ def get(url: str, path: str, token: str | None = None) -> bytes:
     """A raw GET: the tests of the server do not rest on the client's library."""
     host, _, port = url.removeprefix("http://").partition(":")
     header = f"Authorization: Bearer {token}\r\n" if token else ""
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=HANG_S) as connection:
         connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n{header}\r\n".encode())
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+HANG_S = 20.0
+"""Only what hangs takes longer: a busy machine holds a process up for a second or two, again and again. Where a test
+asserts that something does not wait for another thing, that takes 60 s or more."""
+
+
+def until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
     """Wait for a condition, which must come true."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.005)
+
+
+def unhurried(monkeypatch: pytest.MonkeyPatch, *urls: str) -> None:
+    """Whether these servers are ready (without addresses: all) is waited for until they answer, however short the time
+    that a test gives to those that do not."""
+    real = Exchange.readiness
+
+    async def readiness(self: Exchange, url: str, timeout_s: float) -> NotReady | None:
+        return await real(self, url, HANG_S if url in urls or not urls else timeout_s)
+
+    monkeypatch.setattr(Exchange, "readiness", readiness)
 
 
 # --- servers that misbehave ---

@@ -39,7 +39,7 @@ class OpenAIServer:
         fail: statuses of the first requests.
         by_seed: is added to every integer of an edit, by the seed of the request.
         refuses: requests that get a refusal.
-        breaks: request -> status to fail with; 0 answers.
+        breaks: request -> status to fail with, for an hour; 0 answers.
         spoil: the fields of an answer by a schema -> its text.
         says: request without a schema -> the text of its answer.
         models: names that it lists; it answers for the first.
@@ -124,7 +124,7 @@ class OpenAIServer:
             return 400, _error(problem), {}
         self.asked.append(asked)
         if self.breaks(asked):
-            return self.breaks(asked), _error("broken"), {}
+            return self.breaks(asked), _error("broken"), {"Retry-After": "3600"}
         return 200, self.complete(asked), {}
 
     def complete(self, asked: dict[str, Any]) -> dict[str, Any]:

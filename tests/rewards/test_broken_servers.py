@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from dataclasses import replace
 from itertools import product
@@ -15,7 +16,7 @@ from retouch.rewards.client.balance import BREAKER_FAILURES
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.types import Failure
-from tests.rewards.fakes import until
+from tests.rewards.fakes import HANG_S, until
 from tests.selection import rows
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -135,8 +136,10 @@ def test_two_servers_that_answer_one_reward_each_answer_both() -> None:
 def test_two_servers_at_once_without_an_answer_are_asked_once_each() -> None:
     """With `hedge_after_s` both replies count, each for its server."""
 
+    both = threading.Barrier(2)
+
     def slow(one: Any) -> None:
-        time.sleep(0.3)
+        both.wait(60)
         kit.raises(one)
 
     with (
@@ -165,7 +168,7 @@ def test_a_server_whose_breaker_half_opens_holds_no_request_up() -> None:
     with (
         kit.Stub(kit.hangs_after_headers) as bad,
         kit.Stub(kit.sound) as good,
-        client_of(bad.url, good.url, timeout_s=20.0) as client,
+        client_of(bad.url, good.url, timeout_s=60.0) as client,
     ):
         place = client._balancer.servers[0]
         place.failures = BREAKER_FAILURES
@@ -173,7 +176,7 @@ def test_a_server_whose_breaker_half_opens_holds_no_request_up() -> None:
         for _ in range(10):
             batch = kit.items(8)
             assert kit.right(batch, client.score(batch)[kit.REWARD]) == 8
-        assert time.monotonic() - started < 15 and bad.requests == 1  # a request that is held up takes 20 s
+        assert time.monotonic() - started < HANG_S and bad.requests == 1  # a request that is held up takes 60 s
         bad.way = kit.sound
         bad.closing.set()  # the request that hangs ends in the middle of its reply
         until(lambda: place.under_way == 0)

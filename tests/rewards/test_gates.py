@@ -18,7 +18,7 @@ from retouch.rewards.scorers.seam import SeamReward
 from retouch.rewards.table import Gate, PendingScores, Place, RewardTable
 from retouch.rewards.views import View, at_least, viewed
 from retouch.types import Failure, Outcome, Score
-from tests.rewards.fakes import Brightness, Scripted, half_mask, item, items, picture
+from tests.rewards.fakes import Brightness, Gated, Scripted, half_mask, item, items, picture
 
 from .test_compose import Table, constant, scored, table
 
@@ -87,13 +87,13 @@ def test_a_reward_of_weight_0_is_not_waited_for(table: Table) -> None:
     """In training it has `logged_wait_s`; in an evaluation all the time it needs."""
     entries = {"read": OcrReward(), "slow": PreservationReward(weight=0.0)}
     client = RewardClientConfig(logged_wait_s=0.2)
-    one: RewardTable = table(entries, client, ocr=constant(0.5), preservation=Brightness(delay_s=1.5))
-    assert one.wait_ready(5) == []
-    started = time.monotonic()
+    slow = Gated(gate_score=True)
+    one: RewardTable = table(entries, client, ocr=constant(0.5), preservation=slow)
+    assert one.wait_ready(60) == []
     scores = one.submit(items(2)).result(time.monotonic() + client.logged_wait_s)
-    assert time.monotonic() - started < 1.0
     assert scores.combined() == [0.5, 0.5] and scores.values("slow") == [None, None]
     assert {failure.code for _, failure in scores.failures()} == {"deadline"}
+    slow.open()
     assert None not in one.submit(items(2), training=False).result().values("slow")
 
 

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -36,7 +37,7 @@ from retouch.rewards.scorers.openai_judge import expectation
 from retouch.rewards.server.worker import ProcessWorker
 from retouch.types import Failure, Score
 from tests.config.conftest import BASE
-from tests.rewards.fakes import closed_port, item, score_checked, serving, values
+from tests.rewards.fakes import HANG_S, closed_port, item, score_checked, serving, values
 from tests.rewards.openai_server import KEY, OpenAIServer
 
 
@@ -230,22 +231,27 @@ def test_a_rate_limit_is_waited_for() -> None:
         assert server.refused == 0 and time.monotonic() - started > 1.0
 
 
-def test_a_bucket_refills_and_gives_credit() -> None:
+def test_a_bucket_refills_and_gives_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(judge, "time", SimpleNamespace(monotonic=lambda: now[0]))
     bucket = TokenBucket(60.0, burst_s=2.0)
-    assert [bucket.take(1) for _ in range(2)] == [0.0, 0.0]
-    assert bucket.take(1) == pytest.approx(1.0, abs=0.1) and bucket.take(1) == pytest.approx(2.0, abs=0.1)
+    assert [bucket.take(1) for _ in range(4)] == [0.0, 0.0, 1.0, 2.0]
+    now[0] += 2.5
+    assert bucket.take(1) == 0.5
+    now[0] += 1000.0
+    assert [bucket.take(1) for _ in range(3)] == [0.0, 0.0, 1.0]
 
 
 def test_turns_that_nobody_waits_for_are_not_used_up() -> None:
     """A batch larger than the rate allows fails for its time, and not for that of all batches after it."""
     with OpenAIServer() as server:
-        asking = JudgeClient(server.url, "judge", Budget(), 6.0, 1e5, timeout_s=0.5)
+        asking = JudgeClient(server.url, "judge", Budget(), 0.6, 1e5, timeout_s=60.0)
         asking.ask(QUESTION)
         for _ in range(50):
             with pytest.raises(JudgeError, match="leaves no turn") as late:
                 asking.ask(QUESTION)
             assert late.value.retryable
-    for kind, rate in (("requests", 6.0), ("tokens", 1e5)):
+    for kind, rate in (("requests", 0.6), ("tokens", 1e5)):
         bucket = shared_bucket(asking.address, kind, rate)
         assert bucket is not None and bucket.take(0) == 0.0
 
@@ -279,11 +285,11 @@ def test_no_answer_in_time_is_a_retryable_failure() -> None:
         started = time.monotonic()
         (failure,) = score_checked(scorer, [grey(51)])
     assert isinstance(failure, Failure) and (failure.code, failure.retryable) == ("unavailable", True)
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < HANG_S
 
 
-@pytest.mark.parametrize(("left", "connect"), [(180.0, 5.0), (2.0, 2.0)])
-def test_an_address_that_drops_packets_is_noticed_within_seconds(left: float, connect: float) -> None:
+@pytest.mark.parametrize("left", [180.0, 4.0])
+def test_an_address_that_drops_packets_is_noticed_within_seconds(left: float) -> None:
     asked: list[dict[str, float]] = []
 
     def reply(request: httpx.Request) -> httpx.Response:
@@ -292,8 +298,8 @@ def test_an_address_that_drops_packets_is_noticed_within_seconds(left: float, co
 
     with httpx.Client(transport=httpx.MockTransport(reply)) as client:
         fetch(client, "GET", "http://judge/v1/models", time.monotonic() + left)
-    assert asked[0]["connect"] == pytest.approx(connect, abs=0.1)
-    assert asked[0]["read"] == pytest.approx(left, abs=0.1)
+    assert 0 < asked[0]["read"] <= left and left - asked[0]["read"] < HANG_S
+    assert asked[0]["connect"] == min(5.0, asked[0]["read"])
 
 
 def test_a_judge_that_is_down_is_told_at_once_and_waited_for_seconds(
@@ -309,7 +315,7 @@ def test_a_judge_that_is_down_is_told_at_once_and_waited_for_seconds(
         scorer.load("cpu")
     (failure,) = score_checked(scorer, [grey(51)])
     assert isinstance(failure, Failure) and (failure.code, failure.retryable) == ("unavailable", True)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < HANG_S
     assert f"{away}: ConnectError" in str(raised.value)
     assert str(raised.value).endswith("; start the judge there, or set address (JUDGE_URL) to where it is")
     assert caplog.text.count("the judge cannot be reached") == 1 and scorer.budget.spent_requests == 0
@@ -394,7 +400,7 @@ def test_a_reply_is_bounded_and_never_decompressed() -> None:
 
 def test_a_reply_that_drips_ends_at_the_deadline() -> None:
     def drip() -> Iterator[bytes]:
-        for _ in range(1000):
+        for _ in range(5000):
             time.sleep(0.02)
             yield b" "
 
@@ -403,7 +409,7 @@ def test_a_reply_that_drips_ends_at_the_deadline() -> None:
     began = time.monotonic()
     with pytest.raises(JudgeError, match="no whole reply within") as raised:
         asking.ask([])
-    assert raised.value.retryable and time.monotonic() - began < 5
+    assert raised.value.retryable and time.monotonic() - began < HANG_S
 
 
 def test_the_key_and_control_characters_of_a_reply_reach_no_message() -> None:

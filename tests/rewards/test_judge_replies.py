@@ -548,10 +548,12 @@ def test_a_header_that_is_none_is_refused() -> None:
 
 
 def test_a_compressed_page_of_a_proxy_is_an_outage() -> None:
-    client = JudgeClient("http://127.0.0.1:1/v1", "m", Budget(), timeout_s=0.2)
+    client = JudgeClient("http://127.0.0.1:1/v1", "m", Budget())
     client._http = httpx.Client(
         transport=httpx.MockTransport(
-            lambda _: httpx.Response(502, headers={"content-encoding": "br"}, stream=httpx.ByteStream(b"\x01\x02"))
+            lambda _: httpx.Response(
+                502, headers={"content-encoding": "br", "retry-after": "3600"}, stream=httpx.ByteStream(b"\x01\x02")
+            )
         )
     )
     with pytest.raises(JudgeError, match="HTTP 502: an empty reply") as raised:

@@ -77,9 +77,9 @@ def test_submit_does_not_wait_and_keeps_the_order_of_calls() -> None:
     gate = Gated(gate_score=True)
     local = LocalRewards({"b": gate})
     first, second = local.submit(items(2)), local.submit(items(3))
-    assert gate.scoring.wait(5) and not first.done()
+    assert gate.scoring.wait(60) and not first.done()
     gate.open()
-    assert values(second.result(5)["b"]) == [brightness(one) for one in items(3)]
+    assert values(second.result(60)["b"]) == [brightness(one) for one in items(3)]
     assert first.done()  # one thread, first come first served
     local.close()
 
@@ -91,8 +91,8 @@ def test_scorers_are_loaded_before_they_score() -> None:
     assert local.wait_ready(0.05) == ["b: still loading after 0 s"]
     assert not gate.scoring.is_set()
     gate.open()
-    assert local.wait_ready(5) == []
-    assert values(pending.result(5)["b"]) == [brightness(item(0))]
+    assert local.wait_ready(60) == []
+    assert values(pending.result(60)["b"]) == [brightness(item(0))]
     local.close()
 
 
@@ -106,7 +106,7 @@ def test_what_is_loaded_next_waits_for_the_scorers_of_this_process() -> None:
     settled.join(0.1)
     assert settled.is_alive()
     gate.open()
-    settled.join(5)
+    settled.join(60)
     assert not settled.is_alive()  # what could not load is told when it is asked to score
     for backend in table._backends.values():
         backend.close()
@@ -115,7 +115,7 @@ def test_what_is_loaded_next_waits_for_the_scorers_of_this_process() -> None:
 def test_a_scorer_that_cannot_load_raises() -> None:
     local = LocalRewards({"b": Unloadable()})
     with pytest.raises(RuntimeError, match="no weights"):
-        local.wait_ready(5)
+        local.wait_ready(60)
     local.close()
 
 
@@ -144,11 +144,11 @@ def test_close_ends_the_thread_and_cancels_what_has_not_begun() -> None:
     gate = Gated(gate_score=True)
     local = LocalRewards({"b": gate})
     running, waiting = local.submit(items(1)), local.submit(items(1))
-    assert gate.scoring.wait(5)
+    assert gate.scoring.wait(60)
     closing = threading.Thread(target=local.close)
     closing.start()
     gate.open()
-    closing.join(5)
+    closing.join(60)
     assert running.done() and (waiting.cancelled() or waiting.done())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rewards")]
 

@@ -118,7 +118,7 @@ def test_an_answer_off_the_schema_is_never_a_no(change: dict[str, Any]) -> None:
 def test_a_judge_that_fails_on_some_rows_fails_just_these() -> None:
     rows = [shown("yyyyyy"[:n] + "n" * (6 - n), n, annotation=f"row {n}.") for n in range(1, 7)]
     with OpenAIServer() as server:
-        scorer = made(server, timeout_s=1.0)
+        scorer = made(server)
         healthy = values(score_checked(scorer, rows))
         server.refuses = lambda asked: "row 2." in text_of(asked)
         server.breaks = lambda asked: 503 * ("row 5." in text_of(asked))

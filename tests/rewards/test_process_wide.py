@@ -49,7 +49,7 @@ def test_two_rewards_do_not_load_at_once() -> None:
     first_entered, second_entered = threading.Event(), threading.Event()
     before = process_state()
     first = LocalRewards({"a": Careless(first_entered, second_entered)})
-    assert first_entered.wait(5)
+    assert first_entered.wait(60)
     second = LocalRewards({"b": Careless(second_entered, threading.Event())})
     try:
         assert first.wait_ready(10) == second.wait_ready(10) == []
@@ -105,7 +105,7 @@ def test_what_a_load_leaves_behind_is_restored() -> None:
     before = process_state()
     local = LocalRewards({"b": Leaves()})
     with pytest.raises(RuntimeError, match="no weights"):
-        local.wait_ready(5)
+        local.wait_ready(60)
     local.close()
     assert changes(before, process_state()) == []
 
@@ -140,7 +140,7 @@ def test_a_reward_of_weight_0_does_not_load_beside_the_run() -> None:
     waiting.join(0.1)
     assert waiting.is_alive()
     gate.open()
-    waiting.join(5)
+    waiting.join(60)
     assert not waiting.is_alive()
     table.close()
 

@@ -4,6 +4,7 @@ device are missing, and after an error that spoils its process."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from retouch.rewards.server.supervisor import Instance, Supervisor, backoff_s
 from retouch.types import Failure, Outcome
 from tests.rewards.fakes import item, items, until, values
 from tests.rewards.test_launch import alive
-from tests.rewards.test_supervision import working
+from tests.rewards.test_supervision import came_true, working
 
 Trial = Callable[[worker_module.ProcessWorker], Awaitable[None]]
 
@@ -50,12 +52,6 @@ def with_worker(name: str, trial: Trial) -> None:
 async def scores(worker: worker_module.ProcessWorker, *batch: Any) -> list[Any]:
     outcomes, _ = await worker.score(["fn"], list(batch), [time.monotonic() + 30] * len(batch))
     return outcomes["fn"]
-
-
-async def came_true(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def open_handles() -> int:
@@ -137,29 +133,34 @@ def test_a_server_that_was_ready_is_not_given_up(how: str, monkeypatch: pytest.M
 
 
 def test_the_end_of_a_worker_does_not_hold_the_loop_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is stopped, and does not notice that its socket ends."""
-    monkeypatch.setattr(worker_module, "_END_S", 1.5)
-    longest = 0.0
+    """It is stopped, and does not notice that its socket ends. Time is up for it after 20 turns of the loop."""
+    ends, turns = list[asyncio.Timeout](), 0
+
+    def timeout(seconds: float) -> asyncio.Timeout:
+        ends.append(asyncio.Timeout(None))
+        return ends[-1]
 
     async def tick() -> None:
-        nonlocal longest
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(0.01)
-            longest = max(longest, time.monotonic() - before)
+        nonlocal turns
+        for turns in itertools.count(1):
+            await asyncio.sleep(0.001)
+            if turns % 20 == 0 and ends:
+                with suppress(RuntimeError):  # it is over already
+                    ends[-1].reschedule(0.0)
 
     async def trial(worker: worker_module.ProcessWorker) -> None:
         await working(worker)
         pid = worker.pid
         os.kill(pid, signal.SIGSTOP)
         ticking = asyncio.create_task(tick())
-        await worker.stop()
-        await asyncio.sleep(0.05)  # a tick that was held up ends and is measured, however fast the worker ended
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio, "timeout", timeout)
+            await worker.stop()
         ticking.cancel()
         assert not alive(pid)
 
     with_worker("spoilt", trial)
-    assert 0 < longest < 1.0
+    assert turns >= 20
 
 
 def test_a_worker_whose_batches_all_raise_is_replaced() -> None:

@@ -29,6 +29,7 @@ from tests.rewards.fakes import (
     ThreadWorker,
     Unloadable,
     brightness,
+    get,
     half_mask,
     item,
     items,
@@ -257,12 +258,12 @@ def test_requests_being_read_count_as_waiting(http: httpx.Client) -> None:
         body = json.dumps(as_json([item(0)])).encode()
         yield body[:10]
         reading.set()
-        assert may_end.wait(5)
+        assert may_end.wait(60)
         yield body[10:]
 
     with serving({"b": Brightness()}, limits=Limits(waiting=1)) as url, ThreadPoolExecutor(1) as pool:
         slow: Future[httpx.Response] = pool.submit(http.post, f"{url}/score", content=upload())
-        assert reading.wait(5)
+        assert reading.wait(60)
         until(lambda: http.post(f"{url}/score", files=multipart([item(1)])).status_code == 429)
         may_end.set()
         assert outcomes(slow.result()) == [brightness(item(0))]
@@ -307,7 +308,7 @@ def test_alive_while_scoring(http: httpx.Client) -> None:
     scorer = Gated(gate_score=True)
     with serving({"b": scorer}) as url, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(http.post, f"{url}/score", files=multipart([item(0)]))
-        assert scorer.scoring.wait(5)
+        assert scorer.scoring.wait(60)
         assert http.get(f"{url}/livez").status_code == http.get(f"{url}/readyz").status_code == 200
         scorer.open()
         assert asked.result().status_code == 200
@@ -317,8 +318,9 @@ def test_work_whose_deadline_passed_in_the_queue_is_not_done(http: httpx.Client)
     scorer = Gated(gate_score=True)
     with serving({"b": scorer}) as url, ThreadPoolExecutor(2) as pool:
         first = pool.submit(http.post, f"{url}/score", files=multipart([item(0)]))
-        assert scorer.scoring.wait(5)
+        assert scorer.scoring.wait(60)
         late = pool.submit(http.post, f"{url}/score", files=multipart([item(1), item(2)], deadline_ms=50))
+        until(lambda: b"retouch_requests_waiting 2" in get(url, "/metrics"))
         time.sleep(0.15)
         scorer.open()
         assert outcomes(first.result()) == [brightness(item(0))]

@@ -48,6 +48,7 @@ from retouch.rewards.server.worker import torch_device, worker_environment
 from retouch.rewards.wire import BrokenMessage, Room, Share, decode_pixels, encode_request, parse_multipart
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
+    HANG_S,
     Brightness,
     Gated,
     Poisoned,
@@ -91,7 +92,7 @@ def test_items_of_many_requests_are_scored_together(http: httpx.Client) -> None:
     gate.score = score  # type: ignore[method-assign]
     with serving({"b": gate}, limits=Limits(max_batch=8)) as url, ThreadPoolExecutor(21) as pool:
         first = pool.submit(http.post, f"{url}/score", files=multipart([item(0)]))
-        assert gate.scoring.wait(5)
+        assert gate.scoring.wait(60)
         rest = [pool.submit(http.post, f"{url}/score", files=multipart([item(i)])) for i in range(1, 21)]
         until(lambda: metrics(url)["retouch_items_waiting"] == 20)
         gate.open()
@@ -111,7 +112,7 @@ def test_only_items_of_one_shape_and_the_same_rewards_share_a_batch(http: httpx.
     scorers: Any = {"gate": gate, "b": Scripted(score), "c": Brightness()}
     with serving(scorers) as url, ThreadPoolExecutor(10) as pool:
         blocked = pool.submit(http.post, f"{url}/score", files=multipart([item(0)], ["gate"]))
-        assert gate.scoring.wait(5)
+        assert gate.scoring.wait(60)
         kinds = [{}, {"image": picture(1, 6, 9)}, {"mask": half_mask()}]
         asked = [
             pool.submit(http.post, f"{url}/score", files=multipart([item(10 * i + j, **kind)], rewards))
@@ -173,7 +174,7 @@ def test_a_request_that_comes_again_is_not_scored_again(http: httpx.Client) -> N
     again = lambda: multipart(batch, deadline_ms=9000)  # noqa: E731
     with serving({"b": gate}) as url, ThreadPoolExecutor(2) as pool:
         first = pool.submit(http.post, f"{url}/score", files=multipart(batch))
-        assert gate.scoring.wait(5)
+        assert gate.scoring.wait(60)
         second = pool.submit(http.post, f"{url}/score", files=again())
         until(lambda: metrics(url)["retouch_requests_waiting"] == 2)
         gate.open()
@@ -307,7 +308,7 @@ def test_bytes_of_all_requests_together_are_bounded(http: httpx.Client) -> None:
     large = [item(0, image=picture(0, 200, 200))]  # 120 kB
     with serving({"b": gate}, limits=Limits(bodies=200_000)) as url, ThreadPoolExecutor(1) as pool:
         first = pool.submit(http.post, f"{url}/score", files=multipart(large))
-        assert gate.scoring.wait(5)
+        assert gate.scoring.wait(60)
         second = http.post(f"{url}/score", files=multipart([item(1, image=picture(1, 200, 200))]))
         gate.open()
         assert (first.result().status_code, second.status_code) == (200, 429)
@@ -329,7 +330,7 @@ def test_pixels_of_all_requests_together_are_bounded(http: httpx.Client) -> None
     large = [item(0, image=picture(0, 200, 200))]
     with serving({"b": gate}, limits=Limits(all_pixels=60_000)) as url, ThreadPoolExecutor(1) as pool:
         first = pool.submit(http.post, f"{url}/score", files=multipart(large))
-        assert gate.scoring.wait(5) and metrics(url)["retouch_pixels"] == 40_000
+        assert gate.scoring.wait(60) and metrics(url)["retouch_pixels"] == 40_000
         second = http.post(f"{url}/score", files=multipart([item(1, image=picture(1, 200, 200))]))
         gate.open()
         assert (first.result().status_code, second.status_code) == (200, 429) and second.headers["retry-after"] == "1"
@@ -443,17 +444,21 @@ def test_bodies_that_do_not_come_hold_no_place(http: httpx.Client) -> None:
     head = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n{"
     with serving({"b": Brightness()}, limits=Limits(waiting=2, idle_s=0.3, body_s=0.6)) as url:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
-        with socket.create_connection(address, 5) as still, socket.create_connection(address, 5) as dripping:
-            still.sendall(head)
-            dripping.sendall(head)
-            until(lambda: metrics(url)["retouch_requests_waiting"] == 2)
-            assert http.post(f"{url}/score", files=multipart(items(1))).status_code == 429
-            for _ in range(4):
-                time.sleep(0.2)
-                with suppress(OSError):
-                    dripping.sendall(b" ")
-            until(lambda: metrics(url)["retouch_requests_waiting"] == 0)
-            assert still.recv(99).startswith(b"HTTP/1.1 408")
+        for _ in range(20):  # a busy machine asks after `idle_s`, or before both are there
+            with socket.create_connection(address, HANG_S) as still, socket.create_connection(address, HANG_S) as drips:
+                still.sendall(head)
+                drips.sendall(head)
+                with suppress(AssertionError):
+                    until(lambda: metrics(url)["retouch_requests_waiting"] == 2, 0.2)
+                if refused := http.post(f"{url}/score", files=multipart(items(1))).status_code == 429:
+                    for _ in range(4):
+                        time.sleep(0.2)
+                        with suppress(OSError):
+                            drips.sendall(b" ")
+                    until(lambda: metrics(url)["retouch_requests_waiting"] == 0)
+                    assert still.recv(99).startswith(b"HTTP/1.1 408")
+                    break
+        assert refused
         assert http.post(f"{url}/score", files=multipart(items(1))).status_code == 200
 
 
@@ -470,7 +475,10 @@ def test_headers_that_do_not_come_end_the_connection(http: httpx.Client) -> None
     slow = Brightness(delay_s=0.8)
     with serving({"b": slow}, limits=Limits(header_s=0.4)) as url:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
-        with socket.create_connection(address, 5) as nothing, socket.create_connection(address, 5) as dripping:
+        with (
+            socket.create_connection(address, HANG_S) as nothing,
+            socket.create_connection(address, HANG_S) as dripping,
+        ):
             dripping.sendall(b"GET /readyz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             assert dripping.recv(9999).startswith(b"HTTP/1.1 200")
             begun = time.monotonic()
@@ -479,7 +487,7 @@ def test_headers_that_do_not_come_end_the_connection(http: httpx.Client) -> None
                     dripping.sendall(bytes([byte]))
                 time.sleep(0.03)
             assert read_to_the_end(nothing) == b"" and b"HTTP" not in read_to_the_end(dripping)
-            assert time.monotonic() - begun < 3
+            assert time.monotonic() - begun < HANG_S
         assert http.post(f"{url}/score", files=multipart(items(1))).status_code == 200
 
 

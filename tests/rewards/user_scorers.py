@@ -17,7 +17,9 @@ from retouch.types import Failure, Outcome, Score
 
 def brightness(items: Sequence[RewardItem]) -> list[float]:
     """Of each picture by itself: its batch changes nothing. Sleeps first as long as the items say, or computes so many
-    digits in one call, which holds the interpreter's lock."""
+    digits in one call, which holds the interpreter's lock; first of all it writes the file `begun`."""
+    for begun in [item.metadata["begun"] for item in items if "begun" in item.metadata]:
+        Path(begun).touch()
     time.sleep(sum(float(item.metadata.get("sleep", 0)) for item in items))
     sys.set_int_max_str_digits(0)
     str(10 ** max(int(item.metadata.get("digits", 0)) for item in items))

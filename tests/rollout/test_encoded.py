@@ -15,8 +15,9 @@ from PIL import Image
 
 from retouch.imaging import ImageProblem
 from retouch.observe import Stopwatch
-from retouch.rollout.encoded import EncodedData
-from retouch.types import Example
+from retouch.rollout import encoded
+from retouch.rollout.encoded import EncodedData, encoded_ahead
+from retouch.types import Condition, Example
 
 from .fakes import FakeModel
 
@@ -90,6 +91,45 @@ def test_text_encoders_are_placed_once_for_all_missing_conditions(data: EncodedD
     model.encoding = encoding
     data.conditions([1, 0], CPU)
     assert inside == ["in", "out after 2"]
+
+
+def test_what_is_encoded_before_is_not_encoded_again(data: EncodedData) -> None:
+    data.encode([1, 0], [False, True])
+    model: Any = data.model
+    before = len(model.encoded)
+    data.conditions([1], CPU, [False])
+    data.conditions([0], CPU, [True])
+    assert (before, len(model.encoded)) == (2, 2)
+
+
+def test_batches_are_encoded_ahead_in_their_order(data: EncodedData, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two examples at once; a batch that cannot be read is an error after those before it."""
+    monkeypatch.setattr(encoded, "AHEAD", 2)
+    model: Any = data.model
+    seen: list[Any] = []
+
+    def batches() -> Iterator[tuple[str, list[Example]]]:
+        yield from (("a", EXAMPLES[:1]), ("b", EXAMPLES[1:]), ("c", EXAMPLES[:1]))
+        raise ImageProblem("broken")
+
+    with pytest.raises(ImageProblem, match="broken"):
+        for name, condition in encoded_ahead(model, batches(), 2.0, Stopwatch()):
+            seen.append((name, condition.tensors["c"].tolist(), len(model.encoded)))
+    assert seen == [("a", [10], 2), ("b", [11], 2), ("c", [10], 3)]
+    assert [name for name, _ in encoded_ahead(model, [("a", EXAMPLES)], 2.0, Stopwatch())] == ["a"]
+
+
+def test_tensors_that_shape_inputs_stay_on_the_cpu() -> None:
+    tensors = {name: torch.arange(3) for name in ("text", "text_length", "negative_text_length")}
+    there = Condition(tensors, torch.zeros(3, 1, 8, 12), (8, 12), frozenset({"text_length"})).to("meta")
+    rows = there.select(torch.tensor([2, 0]))
+    for made in (there, rows):
+        assert {name: t.device.type for name, t in made.tensors.items()} == {
+            "text": "meta",
+            "text_length": "cpu",
+            "negative_text_length": "cpu",
+        }
+    assert rows.tensors["text_length"].tolist() == [2, 0] and rows.mask is not None and len(rows.mask) == 2
 
 
 def test_an_uncaptioned_row_has_the_empty_prompt_of_its_family(data: EncodedData) -> None:

@@ -31,7 +31,7 @@ from retouch.training.scoring import (
 )
 from retouch.types import Example, Failure, Score, Scores
 from tests.fuzz.inputs import bounded
-from tests.rewards.fakes import Answer, Asked, FakeServer, closed_port, free_port, honest, items, reply
+from tests.rewards.fakes import HANG_S, Answer, Asked, FakeServer, closed_port, free_port, honest, items, reply
 
 Script = Callable[[Asked, int], Answer]
 
@@ -115,7 +115,7 @@ def test_servers_that_stay_away_are_an_outage_in_bounded_time() -> None:
             RewardOutage, match=r"reward_client\.outage_wait_s = 0\.5\): unavailable x 2 .*127\.0\.0\.1"
         ):
             settled(made, items(2), outage_wait_s=0.5)
-    assert time.monotonic() - started < 0.3 + 0.5 + 0.3 + 5.0  # the request, the wait, one more request, a busy machine
+    assert time.monotonic() - started < HANG_S  # the request, the wait, one more request: about a second
 
 
 def test_no_wait_at_all_is_an_outage_at_the_first_sign() -> None:
@@ -170,11 +170,9 @@ def test_a_request_to_stop_ends_the_wait_after_one_more_attempt(comes_back: bool
 
     def script(asked: Asked, number: int) -> Answer:
         requests.add(asked.manifest["request_id"])
-        if len(requests) == 1 or not comes_back:
-            return Answer(b"", 503)
-        return scoring_numbers(asked, number)
+        return failing({0: True})(asked, number) if comes_back else Answer(b"", 503)
 
-    with FakeServer(script) as server, table(server.url, timeout_s=2) as made:
+    with FakeServer(script) as server, table(server.url, timeout_s=60 if comes_back else 2) as made:
         pending = [pend(made, items(2))]
         if comes_back:
             (scores,) = settle(made, pending, limits(), stop_heard=lambda: True)

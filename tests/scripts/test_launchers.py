@@ -499,12 +499,11 @@ def test_the_command_line_notes_its_code_and_hands_the_variable_to_nobody(
 @pytest.mark.parametrize("number", ENDING)
 def test_a_signal_ends_the_command_and_is_no_reason_to_restart(number: signal.Signals, gpus: Path) -> None:
     command = [str(REPOSITORY / "scripts/monitor_and_run.sh")]
-    body = f"trap 'echo ended >> {gpus}/ended; exit 3' TERM; while true; do sleep 0.1; done"
+    body = f"trap 'echo ended >> {gpus}/ended; exit 3' TERM; touch {gpus}/trapped; while true; do sleep 0.1; done"
     with subprocess.Popen([*command, job(gpus, body)], env=with_path(gpus, POLL_S="0.1"), cwd=gpus) as process:
         deadline = time.monotonic() + 30
-        while not (gpus / "runs").exists() and time.monotonic() < deadline:
+        while not (gpus / "trapped").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.3)
         process.send_signal(number)
         try:
             assert process.wait(timeout=30) == 3

@@ -75,6 +75,11 @@ class AlgorithmSection(Section):
         """Denoising steps of a rollout that enter the loss."""
         return 0
 
+    def parts_of_row(self, run: RunConfig) -> tuple[int, int]:
+        """Trained steps or noised copies of each row of a training forward, which `optimizer.steps_per_forward` splits,
+        and rows of the network that each of them is."""
+        return 1, 1
+
     def decoder_backwards(self, run: RunConfig) -> int:
         """Decodes of an image through which a gradient is taken."""
         return 0
@@ -336,13 +341,10 @@ class RlConfig(Objective):
     def _samples_by_the_ode(self, run: RunConfig) -> None:
         """Refuse options of stochastic steps."""
         rollout, given = run.rollout, bool(self.given_images)
-        records = self.recorded_steps(run) > 0
-        if run.optimizer.steps_per_forward is not None:
+        records, steps = self.recorded_steps(run) > 0, run.optimizer.steps_per_forward
+        if isinstance(steps, int) and "optimizer.steps_per_forward" in self.UNREAD:
             rows = "takes every trained step as a row" if records else "trains no solver steps"
-            raise ValueError(
-                f"optimizer.steps_per_forward: given {run.optimizer.steps_per_forward}, but {self.name} {rows}; leave "
-                "it out"
-            )
+            raise ValueError(f"optimizer.steps_per_forward: given {steps}, but {self.name} {rows}; leave it out")
         why = f"{self._takes_given} samples no images" if given else f"{self.name} samples by the ODE"
         for name in ("noise_level", "eta", "step_rule"):
             if getattr(rollout, name) is not None:

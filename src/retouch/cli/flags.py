@@ -115,10 +115,13 @@ def answer(command: str, arguments: Sequence[str]) -> str | None:
     named = _algorithm(given) if _algorithm(given) in _PUBLISHED.get(kind, ()) else "grpo"
     file = files[0] if files else f"configs/{kind}_{named}.yaml" if kind else "RUN.yaml"
     typed, unread = _overrides(given, kind, named)
+    # the published files have that section, and --ema_decay makes one
+    own_ema = not kind and given.get("use_ema", "false") not in _FALSE and "ema_decay" not in given
     line = shlex.join(["retouch", command, file, *typed, *(word for word in words if word not in files), *own])
     notes = [
         f"; without a key: {', '.join(unknown)}" if unknown else "",
         f"; {_algorithm(given)} does not read {', '.join(unread)}" if unread else "",
+        f"; --use_ema is the section ema of {file}; where it has none, add ema.decay=0.999" if own_ema else "",
     ]
     return (
         f"--{next(iter(given))}: a flag of the fine-tuning scripts; expected keys of a run file (docs/coming-from.md "

@@ -10,9 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
+from retouch.algorithms.base import Objective
 from retouch.cli.options import Json, Overrides, RunFile, Trust, start_logging
 from retouch.config import load_run, numbers
 from retouch.config.check import require_trainable, warnings_of
+from retouch.config.derived import rows_per_forward
 from retouch.config.presets import preset_lines, preset_values
 from retouch.disk import writing
 from retouch.errors import ConfigError, NotReproduced
@@ -98,6 +100,8 @@ def check(
         more: dict[str, Any] = {"cost": price.as_dict(), "warnings": advice}
         if counted is not None:
             more["memory"] = counted
+        if isinstance(config.algorithm, Objective):
+            more["rows_per_forward"] = {device: rows_per_forward(config, device) for device in ("cpu", "gpu")}
         if config.rollout.preset is not None:
             more["preset"] = {key: has for key, (has, _) in preset_values(config).items()}
         typer.echo(json.dumps({"config": config.model_dump(mode="json"), "derived": derived, **more}, indent=2))

@@ -27,6 +27,10 @@ SolverSteps = Annotated[int, Field(ge=1, le=1000)]
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
+EARLIER_DEFAULTS: Mapping[str, object] = {"optimizer.steps_per_forward": None}
+"""Dotted key -> its default in earlier versions. Stored run files have it where nothing reads the key, and a resumed
+run keeps it where its run file leaves the key out."""
+
 
 @dataclass(frozen=True)
 class Names:

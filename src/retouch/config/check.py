@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from retouch.algorithms import ALGORITHMS
 from retouch.algorithms.base import RlConfig, require_gradient
 from retouch.config.advice import advice
+from retouch.config.base import EARLIER_DEFAULTS
 from retouch.config.derived import stochastic_steps, window_starts
 from retouch.config.needs import data_sections
 from retouch.errors import ConfigError
@@ -250,7 +251,7 @@ def _without_effect(run: RunConfig) -> Iterator[str]:
         section, _, name = key.rpartition(".")
         holder: BaseModel = getattr(run, section) if section else run
         field, value = type(holder).model_fields.get(name), getattr(holder, name, None)
-        if field is not None and value != field.default:
+        if field is not None and value not in (field.default, EARLIER_DEFAULTS.get(key, field.default)):
             shown = f" {value}" if isinstance(value, str | int | float) else ""
             yield f"{key}: given{shown}, but {why}"
 

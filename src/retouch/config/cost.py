@@ -8,12 +8,13 @@ autoencoder and the optimizer are in the measured rates, adapters and the exchan
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from retouch.algorithms.base import Objective
-from retouch.config.derived import kept_checkpoints, numbers, sampling_forwards, saved_bytes
+from retouch.config.derived import kept_checkpoints, numbers, rows_per_forward, sampling_forwards, saved_bytes
 from retouch.config.errors import ConfigError
 from retouch.families import flops
 from retouch.machine import PEAKS, peak_of
@@ -36,7 +37,8 @@ MEASURED_FAMILIES, MEASURED_GPU, MEASURED_SIZE = ("flux_fill", "qwen_image", "sd
 """Families, GPU and size of these rows; any other rate is derived from them."""
 
 CONSUMER: Mapping[str, float] = {"4090": 165e12}
-"""Dense bf16 FLOP/s of GPUs whose use no metric reports, with sums in fp32, from NVIDIA's white paper."""
+"""Dense bf16 FLOP/s of GPUs whose use no metric reports, with sums in fp32, from NVIDIA's white paper. The laptop GPU
+and the D of this name are smaller ones."""
 
 SHARE = 0.2
 """Share of a GPU's peak that is assumed of other networks: between the transformers that were measured, .27 and .15."""
@@ -195,7 +197,9 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
 
 def known_peak(gpu: str) -> float | None:
     """Peak FLOP/s of a GPU by its name; None if unknown."""
-    return peak_of(gpu) or next((peak for known, peak in CONSUMER.items() if known in gpu), None)
+    return peak_of(gpu) or next(
+        (peak for known, peak in CONSUMER.items() if re.search(rf"\b{known}$", gpu.strip())), None
+    )
 
 
 def is_measured(gpu: str) -> bool:
@@ -321,6 +325,8 @@ def told_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
         yield "images", f"{known.images_per_epoch:,} an epoch, {known.images:,.0f} in the run"
         parts = ((f.sampling, "sampled"), (f.ratios, "for ratios and references"), (f.training, "to train"))
         yield "forwards", " + ".join(f"{count:g} {what}" for count, what in parts if count) + " an image"
+    if isinstance(run.algorithm, Objective):
+        yield "a forward", forward_told(run)
     if known.supervised_rows:
         yield "supervised", f"{known.supervised_rows:,.0f} rows"
     if known.tflop_per_forward is not None and known.tflops is not None:
@@ -341,6 +347,12 @@ def told_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
         yield "disk", f"{each * count:,.1f} GiB: {count} checkpoints of {each:.1f} GiB"
     for why in known.unknown:
         yield "not known", why
+
+
+def forward_told(run: RunConfig) -> str:
+    """Rows of the network in a training forward, by the kind of device."""
+    cpu, gpu = (rows_per_forward(run, device) for device in ("cpu", "gpu"))
+    return f"{cpu} rows of the network in training" + (f" on a CPU, {gpu} on a GPU" if cpu != gpu else "")
 
 
 def reward_told(one: Scored) -> str:

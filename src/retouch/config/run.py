@@ -150,13 +150,16 @@ class OptimizerConfig(Section):
     global_batch_size is given."""
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     """Action when an optimizer step runs out of device memory. "halve" repeats it, and all later steps, with half the
-    rows per forward: bitwise identical to a file with batch_size_per_device halved and a step of as many rows. "stop"
-    ends the run; on several processes both do."""
+    rows per forward: bitwise identical to a file with batch_size_per_device halved, a step of as many rows and as many
+    steps per forward. "stop" ends the run; on several processes both do."""
     state: Literal["fp32", "8bit"] = "fp32"
     """Precision of AdamW's two moments: "8bit" (bitsandbytes, arXiv 2110.02861) takes 2 bytes for a trained weight
     instead of 8; its steps are not exactly the same. For full weights: the moments of a LoRA are small."""
-    steps_per_forward: Count | None = None
-    """Trained denoising steps of a sample in one forward; null is all of them, 1 takes the least memory."""
+    steps_per_forward: Count | Literal["auto"] | None = "auto"
+    """Trained denoising steps of a sample (NFT, DPO, KTO: its noised copies) in one forward. "auto" takes as many as
+    make a forward of at most 8 rows of the network on a CPU and 24 on an accelerator, and of no more than a forward of
+    sampling has; batch_size_per_device and guidance multiply them, and `retouch check` prints the result. Null is all
+    of them, 1 takes the least memory. The gradients are equal up to rounding."""
     max_grad_norm: Positive = 1.0
     """Maximum gradient norm; a larger gradient is scaled down to it."""
 

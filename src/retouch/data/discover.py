@@ -15,7 +15,7 @@ from retouch.data.formats import FORMATS
 from retouch.data.formats.manifest import ManifestData, manifest_item
 from retouch.data.lists import SUFFIXES, entries_of, read_text, suffix_of
 from retouch.data.remote import local_path
-from retouch.disk import on_disk
+from retouch.disk import files_below, on_disk
 from retouch.registry import import_plugins_of_environment
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
@@ -176,9 +176,8 @@ def _item(entry: dict[str, str], number: int) -> ItemFiles:
 
 def _files(folder: Path) -> Iterator[Path]:
     """Images, and texts that can be their captions, except hidden files."""
-    for file in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if file.is_file() and not hidden and suffix_of(file) in (*IMAGES, *CAPTIONS):
+    for file in sorted(files_below(folder)):
+        if file.is_file() and suffix_of(file) in (*IMAGES, *CAPTIONS):
             yield file
 
 

@@ -178,8 +178,8 @@ def csv_rows(path: Path) -> list[list[str]]:
     names without blanks around them. In a TSV file, quotes are a part of a cell that does not begin and end with one.
 
     Raises:
-        DataError: not UTF-8, not CSV, a header of another separator, a name that stands twice in it, or a row with more
-            cells than it.
+        DataError: not UTF-8, not CSV, a header of another separator, a name that stands twice in it, a second header,
+            a row with more cells than it, or cells of a TSV file that quotes divide in two ways.
     """
     delimiter = separator_of(path)
     rows: list[list[str]] = []
@@ -189,14 +189,19 @@ def csv_rows(path: Path) -> list[list[str]]:
                 f"{path} line {number}: {len(row)} cells, but the header names {len(rows[0])}; put a cell with a "
                 f"{_SEPARATORS[delimiter]} in double quotes"
             )
+        if rows and [cell.strip("\ufeff ") for cell in row] == rows[0]:
+            raise DataError(f"{path} line {number}: the header stands here again, as in two files that were joined")
         if row:
             rows.append(row if rows else _header(path, row))
     return rows
 
 
 def _comma_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line of its end, row) of a CSV file; a blank line has no cells."""
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
+    """(line of its end, row) of a CSV file; a blank line has no cells. Where the header has blanks behind its commas,
+    blanks there are no part of a cell: they would make its quotes a part of it, too."""
+    text = read_text(path)
+    spaced = ", " in text.lstrip().partition("\n")[0]
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=spaced)
     try:
         for row in reader:
             yield reader.line_num, row
@@ -210,14 +215,23 @@ _TAB_CELL = re.compile(r'(?:"([^"]*(?:""[^"]*)*)"|([^\t\n]*))(\t|\n|\Z)')
 
 def _tab_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line of its end, row) of a TSV file; a blank line has no cells."""
-    row, number = list[str](), 1
-    for cell in _TAB_CELL.finditer(read_text(path)):
+    text, row, number, start, width = read_text(path), list[str](), 1, 0, 0
+    for cell in _TAB_CELL.finditer(text):
         quoted, plain, end = cell.groups()
         number += (quoted or "").count("\n")
         row.append(plain if quoted is None else quoted.replace('""', '"'))
         if end != "\t":
-            yield number, [] if row == [plain] == [""] else row
-            row, number = [], number + 1
+            lines = text[start : cell.end()].removesuffix("\n").split("\n")
+            if width > 1 < len(lines) and {line.count("\t") for line in lines} == {width - 1}:
+                raise DataError(
+                    f"{path} line {number}: a double quote that begins a cell on line {number - len(lines) + 1} ends "
+                    f"here, but each line has {width} cells, as the header; put a cell that begins with a double quote "
+                    "in double quotes, and double those within it"
+                )
+            row = [] if row == [plain] == [""] else row
+            yield number, row
+            width = width or len(row)
+            row, number, start = [], number + 1, cell.end()
 
 
 _SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}

@@ -12,6 +12,7 @@ imported when something is downloaded. No torch.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from urllib.parse import quote
 from retouch.disk import cache_folder, expanded, on_disk
 from retouch.errors import DataError
 from retouch.hub import hub_problem
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -159,7 +162,24 @@ def _folder_of_the_hub(library: Any, data: Pinned, key: str) -> Path:
     folder = of_the_hub(read, f"{data} cannot be loaded", key)
     if not folder.is_dir():
         raise DataError(f"{key}: given {str(data)!r}; the commit has no such folder; write one of its folders or files")
+    if not _is_listed(library, data):
+        logger.warning(
+            "%s: %s: the cache holds some of its files, perhaps not all, because only single files of this commit were "
+            "downloaded; load it once where the hub can be reached",
+            key,
+            data,
+        )
     return folder
+
+
+def _is_listed(library: Any, data: Pinned) -> bool:
+    """Whether huggingface_hub has the list of the files of a commit, without which it returns a folder of the cache
+    with whatever is there; versions before 2 keep no such lists."""
+    listed = getattr(library, "get_cached_repo_tree", None)
+    try:
+        return listed is None or bool(listed(data.repository, **_of_the_commit(data)))
+    except Exception:  # CachedRepoTreeNotFoundError, which not every version has
+        return False
 
 
 def _cached_of_the_hub(data: Pinned) -> Path | None:
@@ -167,7 +187,7 @@ def _cached_of_the_hub(data: Pinned) -> Path | None:
     try:
         library = importlib.import_module("huggingface_hub")
         if data.is_folder:
-            return _snapshot(library, data, offline=True)
+            return _snapshot(library, data, offline=True) if _is_listed(library, data) else None
         cached = library.try_to_load_from_cache(data.repository, data.place, **_of_the_commit(data))
     except (ImportError, OSError, ValueError):  # of huggingface_hub: not there, or not all of it
         return None

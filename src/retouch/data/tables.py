@@ -15,7 +15,7 @@ from typing import Any, cast
 from retouch.data.base import DataError
 from retouch.data.lists import entries_of, fields_of, require_file, suffix_of
 from retouch.data.remote import import_library, local_path, of_the_hub, pinned
-from retouch.disk import is_file, on_disk
+from retouch.disk import files_below, is_file, on_disk
 from retouch.hub import hub_problem, require_hub
 from retouch.imaging import PackedImage
 
@@ -44,7 +44,7 @@ class Table:
 
 
 def tables_of(path: str) -> list[Table]:
-    """The tables of a file or of a folder, at any depth, sorted by name.
+    """The tables of a file or of a folder, at any depth and behind links, sorted by name; no hidden ones.
 
     Raises:
         DataError: nothing there, or a file that cannot be read.
@@ -52,7 +52,7 @@ def tables_of(path: str) -> list[Table]:
     root = local_path(path)
     if not root.exists():
         raise DataError(f"data.path: {path}: no such folder, and not the id of a data set of the hub (owner/name)")
-    found = [root] if root.is_file() else (file for file in root.rglob("*") if not _is_cache(file))
+    found = [root] if root.is_file() else (file for file in files_below(root) if not _is_cache(file))
     # only tables are sorted: a million images may lie beside them
     files = sorted(file for file in found if suffix_of(file) in KINDS)
     if not files:

@@ -141,7 +141,7 @@ def start_lines(run: RunConfig) -> Iterator[Line]:
 
     def check() -> str:
         from retouch.observe import RunDir
-        from retouch.training.build import can_begin
+        from retouch.training.beginning import can_begin
 
         directory = RunDir(run)
         can_begin(run, directory)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.config.derived import kept_checkpoints, moment_bytes, snapshots
+from retouch.config.derived import kept_checkpoints, moment_bytes, rows_per_forward, snapshots
 from retouch.config.errors import ConfigError
 from retouch.config.run import RunConfig
 from retouch.doctor.data import needs_no_t5
@@ -284,6 +284,7 @@ def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = N
         "host_bytes": host_bytes(run, weights),
         "complete": weights.whole,
         "parts": [asdict(part) for part in memory_parts(run, weights, world_size)],
+        "rows_per_forward": rows_per_forward(run, "gpu"),
         "notes": [],
     }
     return _with_rewards(report, run, world_size)
@@ -320,7 +321,8 @@ def memory_table(report: Mapping[str, Any]) -> list[str]:
         waits = "  on the CPU while it waits" if part["waits"] else ""
         lines.append(f"    {part['what'].replace('_', ' '):30} {part['weights']:16,} {size(part['bytes']):>10}{waits}")
     unknown = "" if report["complete"] else "; text encoders, VAE or image encoder are not here to be counted"
-    on_top = "" if "phases" in report else f"  activations come on top{unknown}"
+    of = f" of {report['rows_per_forward']} rows in a training forward" if "rows_per_forward" in report else ""
+    on_top = "" if "phases" in report else f"  activations{of} come on top{unknown}"
     lines.append(f"    {'on the device':47} {size(report['device_bytes']):>10}{on_top}")
     notes = [f"    not counted: {note}" for note in report["notes"]]
     if "phases" not in report:

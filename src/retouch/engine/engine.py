@@ -126,7 +126,12 @@ class Engine:
     # --- the network ---
 
     def prepare(
-        self, network: nn.Module, *, gradient_checkpointing: bool, some_without_gradient: bool = False
+        self,
+        network: nn.Module,
+        *,
+        gradient_checkpointing: bool,
+        some_without_gradient: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> nn.Module:
         """Place and wrap the network -> the network for `predict`, in rollout and training.
 
@@ -134,6 +139,7 @@ class Engine:
 
         Args:
             some_without_gradient: some trained weights never get a gradient; DDP would wait for it.
+            dtype: that the weights shall have, where they were left in that of their files; None leaves them.
         """
         if gradient_checkpointing:
             network.enable_gradient_checkpointing()  # type: ignore[operator]
@@ -150,11 +156,11 @@ class Engine:
         options = DistributedDataParallelKwargs(find_unused_parameters=some_without_gradient, broadcast_buffers=False)
         accelerator.ddp_handler = options  # pyright: ignore[reportAttributeAccessIssue]
         if sharding == "none":
-            self._parallel = Replicated(network, accelerator, c)
+            self._parallel = Replicated(network, accelerator, c, dtype)
         elif sharding == "fsdp2":
-            self._parallel = Fsdp2(network, accelerator, c, self.training)
+            self._parallel = Fsdp2(network, accelerator, c, self.training, dtype)
         else:
-            self._parallel = Zero(network, accelerator, c, self.training)
+            self._parallel = Zero(network, accelerator, c, self.training, dtype)
         return self._parallel.network
 
     @property
@@ -220,8 +226,8 @@ class Engine:
     def drop_gradients(self) -> None:
         """Discard the gradients accumulated since the last step, and free their memory."""
         self.optimizer.zero_grad(set_to_none=True)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
 
     # --- between ranks ---
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from retouch.engine.sharding import shard, sharded_optimizer, whole_optimizer
+from retouch.engine.sharding import place, shard, sharded_optimizer, whole_optimizer
 from retouch.engine.speed import computed_here, make_optimizer
 
 if TYPE_CHECKING:
@@ -34,13 +34,24 @@ class Replicated:
     optimizer: Any
     own_memory = True
 
-    def __init__(self, network: nn.Module, accelerator: Accelerator, config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        accelerator: Accelerator,
+        config: OptimizerConfig,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Args:
+        dtype: see `Engine.prepare`.
+        """
         self.accelerator = accelerator
         self.config = config
+        self.dtype = dtype
         self.network: nn.Module = self.wrapped(network)
         self.parameters = [p for p in network.parameters() if p.requires_grad]
 
     def wrapped(self, network: nn.Module) -> nn.Module:
+        place(network, self.accelerator.device, self.dtype)
         return self.accelerator.prepare_model(network)
 
     def new_optimizer(self) -> None:
@@ -87,15 +98,21 @@ class Fsdp2(Replicated):
     own_memory = False
 
     def __init__(
-        self, network: nn.Module, accelerator: Accelerator, config: OptimizerConfig, training: TrainingConfig
+        self,
+        network: nn.Module,
+        accelerator: Accelerator,
+        config: OptimizerConfig,
+        training: TrainingConfig,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.training = training
-        super().__init__(network, accelerator, config)
+        super().__init__(network, accelerator, config, dtype)
 
     def wrapped(self, network: nn.Module) -> nn.Module:
         # accelerate only adds autocast
         network = self.accelerator.prepare_model(network, device_placement=False, evaluation_mode=True)
-        shard(network, self.accelerator.device, self.accelerator.num_processes, self.training.mixed_precision)
+        processes, precision = self.accelerator.num_processes, self.training.mixed_precision
+        shard(network, self.accelerator.device, processes, precision, self.dtype)
         return network
 
     @contextlib.contextmanager

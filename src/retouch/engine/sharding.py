@@ -18,24 +18,82 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def shard(network: nn.Module, device: torch.device, world_size: int, mixed_precision: str) -> None:
+def shard(
+    network: nn.Module,
+    device: torch.device,
+    world_size: int,
+    mixed_precision: str,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Shard in place, block by block, then the rest: no device ever holds the whole network.
 
+    Shards are made empty, and then filled: of a weight that is mapped from its file, a process reads its own rows.
     Under bf16, weights are gathered in bf16 and gradients are summed in fp32. Inputs are not cast: autocast decides
     which of them need fp32, as without sharding.
+
+    Args:
+        dtype: of weights and buffers; None leaves them as they are.
     """
-    dtype = torch.bfloat16 if mixed_precision == "bf16" else None
+    gathered = torch.bfloat16 if mixed_precision == "bf16" else None
+    whole = _emptied(network, dtype)
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (world_size,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False),
         # also the root: weights left whole after a forward would be stale when shards are swapped or averaged
         "reshard_after_forward": True,
     }
     for block in reversed(blocks(network)):  # inner ones first
         fully_shard(block, **options)
     fully_shard(network, **options)
+    network._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name in whole:
+                piece(parameter).copy_(_own_rows(whole.pop(name), parameter))  # frees what is in memory
     # torch warns of blocks that return a view, which diffusers never changes in place
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+
+
+def place(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move weights and buffers one after the other: those that are mapped from files are never in host memory together.
+
+    Args:
+        dtype: None leaves them where and as they are, for the wrapper to move.
+    """
+    if dtype is None:
+        return
+    for tensor in [*module.parameters(), *module.buffers()]:
+        tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
+
+
+def _emptied(network: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Take the weights out of a network -> by name; empty ones without memory, on the meta device, replace them.
+
+    Those of another class stay: quantized ones consist of more than their values.
+    """
+    found: dict[str, Tensor] = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for prefix, module in network.named_modules():
+        for name, weight in module._parameters.items():
+            if type(weight) is not nn.Parameter or weight.device.type != "cpu":
+                continue
+            if weight not in made:  # one that modules share has its first name, as in `named_parameters`
+                found[f"{prefix}.{name}" if prefix else name] = weight.data
+                kind = dtype if weight.is_floating_point() else None
+                empty = torch.empty_like(weight, device="meta", dtype=kind)
+                made[weight] = nn.Parameter(empty, weight.requires_grad)
+            module._parameters[name] = made[weight]
+    for buffer in network.buffers():
+        if dtype is not None and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+    return found
+
+
+def _own_rows(whole: Tensor, parameter: Any) -> Tensor:
+    """This process's rows of a tensor, as `fully_shard` cuts it."""
+    mesh = parameter.device_mesh
+    begin = -(-len(whole) // mesh.size()) * mesh.get_local_rank()
+    return whole[begin : begin + len(piece(parameter))]
 
 
 def blocks(network: nn.Module) -> list[nn.Module]:

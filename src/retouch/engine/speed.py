@@ -80,7 +80,7 @@ def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter], 
     if config.state == "fp32":
         # on CPUs the fused kernel ignores strides
         whole = all(parameter.is_contiguous() for parameter in parameters)
-        return torch.optim.AdamW(parameters, **options, fused=device.type == "cuda" or (device.type == "cpu" and whole))
+        return torch.optim.AdamW(parameters, **options, fused=device.type != "cpu" or whole)
     where = "optimizer.state: given '8bit', "
     if device.type != "cuda":
         raise ConfigError(f"{where}which needs a GPU, but the device is {device.type}; set optimizer.state=fp32")

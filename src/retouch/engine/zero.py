@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.cpp_extension import get_default_build_root
 
 from retouch.config.errors import ConfigError
-from retouch.engine.sharding import piece_of, whole_of
+from retouch.engine.sharding import piece_of, place, whole_of
 from retouch.engine.speed import computed_here, make_optimizer
 
 if TYPE_CHECKING:
@@ -52,7 +52,12 @@ class Zero:
     own_memory = False
 
     def __init__(
-        self, network: nn.Module, accelerator: Accelerator, config: OptimizerConfig, training: TrainingConfig
+        self,
+        network: nn.Module,
+        accelerator: Accelerator,
+        config: OptimizerConfig,
+        training: TrainingConfig,
+        dtype: torch.dtype | None = None,
     ) -> None:
         try:
             import deepspeed  # pyright: ignore[reportMissingImports]
@@ -70,7 +75,9 @@ class Zero:
         self._access: Any = deepspeed.utils
         deepspeed.init_distributed(torch.distributed.get_backend())
         settings = options(training, config.max_grad_norm)
-        if not self.whole_weights:  # weight by weight: no device ever holds the whole network
+        # for stage 3 into host memory, from where DeepSpeed takes weight by weight: no device holds the whole network
+        place(network, accelerator.device if self.whole_weights else torch.device("cpu"), dtype)
+        if not self.whole_weights:
             deepspeed.zero.Init(module=network, config_dict_or_path=settings)
             for module in network.modules():
                 module._buffers.update({n: b.to(accelerator.device) for n, b in module.named_buffers(recurse=False)})

@@ -30,6 +30,7 @@ from retouch.families.loading import (
     component_path,
     load_component,
     require_pipeline,
+    stored_dtype,
     transformer_path,
 )
 from retouch.families.quantized import quantize_blocks
@@ -70,6 +71,8 @@ class FamilyModel(ABC):
     """Latent cells per side of a token of the network."""
     kept_texts: ClassVar[int] = CACHE_SIZE
     """Prompts whose tensors are kept."""
+    on_host: ClassVar[frozenset[str]] = frozenset()
+    """Of conditions, see `Condition`: tensors of the text encoders that tell how long prompts are."""
 
     def __init__(
         self,
@@ -123,6 +126,7 @@ class FamilyModel(ABC):
         embedded: bool = False,
         with_text: bool = True,
         filling: EmbeddingCache | None = None,
+        mapped: bool = False,
     ) -> Self:
         """Load a hub id or a local folder in the diffusers layout ("tiny": the base of the package).
 
@@ -131,6 +135,8 @@ class FamilyModel(ABC):
                 loaded.
             with_text: False loads no text encoder: only conditions from given text states can be made.
             filling: cache that latents of encoded images are added to.
+            mapped: leave the weights of the network mapped from their files: of a network that is trained whole they
+                keep the dtype of the files, and whoever places them gives them `dtype`.
 
         Raises:
             ModelFilesError: a component is missing or of another class.
@@ -139,7 +145,8 @@ class FamilyModel(ABC):
         spec, path = config.spec, component_path(config.path, config.family)
         require_pipeline(path, config.pipeline)
         frozen = DTYPES[config.dtype]
-        network = cls.load_network(config, path, torch.float32 if config.train.kind == "full" else frozen)
+        dtype = torch.float32 if config.train.kind == "full" else frozen
+        network = cls.mapped_network(config, path, dtype) if mapped else cls.load_network(config, path, dtype)
         quantize_blocks(network, config.quantize, device)
         stored = open_cache(config)
         text = None
@@ -147,7 +154,7 @@ class FamilyModel(ABC):
             text = TextEncoders({}, device, stored=stored)
         elif with_text:
             text = cls.load_text(config, path, frozen, device, embedded=embedded)
-        return cls(
+        model = cls(
             network,
             load_component(getattr(diffusers, spec.networks["vae"]), path, "vae", frozen),
             text,
@@ -157,6 +164,9 @@ class FamilyModel(ABC):
             reference_encoder(config),
             filling or stored,
         )
+        if config.train.kind == "full":
+            model.dtype = dtype  # whichever the weights have until they are placed
+        return model
 
     @classmethod
     def load_text(
@@ -202,6 +212,24 @@ class FamilyModel(ABC):
         other, subfolder = transformer_path(config.transformer)
         return load_component(kind, other, subfolder, dtype, key="model.transformer")
 
+    @classmethod
+    def mapped_network(cls, config: Any, path: str, dtype: torch.dtype) -> nn.Module:
+        """`load_network`, but in the dtype of its files where all weights will have `dtype`, fp32, without a rounding:
+        reading a weight as fp32 makes it fp32 in the memory of every process, twice as large as its file.
+
+        A LoRA that is merged while loading is merged in fp32, and so are positions that the network computes.
+        """
+        name = config.spec.network_name
+        where = (path, name) if config.transformer is None else transformer_path(config.transformer)
+        stored = stored_dtype(*where, config.weights_variant)
+        if config.train.kind != "full" or stored in (None, dtype) or getattr(config, "distillation_lora", None):
+            return cls.load_network(config, path, dtype)
+        network = cls.load_network(config, path, stored)
+        saved = network.state_dict().keys()
+        if any(buffer.is_floating_point() and n not in saved for n, buffer in network.named_buffers()):
+            return cls.load_network(config, path, dtype)
+        return network
+
     @abstractmethod
     def input_channels(self) -> int:
         """Input channels of a network that fits the autoencoder."""
@@ -232,7 +260,7 @@ class FamilyModel(ABC):
 
     def text_tensors(self, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Condition tensors [B, ...] of prompts."""
-        return self.arranged(self.texts().encode(prompts))
+        return self.arranged(self.texts().encode(prompts, self.on_host))
 
     def guided_texts(self, examples: Sequence[Example], guidance_scale: float) -> dict[str, Tensor]:
         """Condition tensors of the prompts of examples, the scale as `guidance` [B] and, where that takes a second

@@ -4,6 +4,7 @@ missing."""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
 from retouch.errors import first_line, why_unreadable
@@ -44,6 +46,7 @@ __all__ = [
     "load_network",
     "reading_variant",
     "require_pipeline",
+    "stored_dtype",
     "tiny_path",
     "transformer_folder",
     "transformer_path",
@@ -177,13 +180,43 @@ def read_component(kind: Any, path: str, subfolder: str | None, **keywords: Any)
         return kind.from_pretrained(path, subfolder=subfolder, **keywords)
 
 
+def stored_dtype(path: str, subfolder: str | None, variant: str | None) -> torch.dtype | None:
+    """The one dtype of the weights of a network on this machine; None for several, and for files of another kind."""
+    folder = _folder_here(path, subfolder)
+    files = [] if folder is None else _weight_files(folder, variant)
+    kinds: set[str] = set()
+    for file in files:
+        try:
+            with safe_open(file, "pt") as tensors:
+                kinds |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return None  # loading it reports what is wrong
+    return _STORED.get(kinds.pop()) if len(kinds) == 1 else None
+
+
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def _weight_files(folder: Path, variant: str | None) -> list[Path]:
+    """Those that `read_variant` reads: of the variant, or without any the plain ones."""
+    of: dict[str, list[Path]] = {}
+    for file in folder.glob("*.safetensors"):
+        _, _, kind = re.sub(r"-\d+-of-\d+", "", file.stem).partition(".")
+        of.setdefault(kind, []).append(file)
+    return of.get(variant or "") or of.get("", [])
+
+
 def transformer_folder(other: OtherTransformer) -> Path | None:
     """Folder with the weights of `model.transformer`; None for a hub id that is not on this machine.
 
     Raises:
         ModelFilesError: no such folder, or one without the config of a network.
     """
-    path, subfolder = transformer_path(other)
+    return _folder_here(*transformer_path(other))
+
+
+def _folder_here(path: str, subfolder: str | None) -> Path | None:
+    """The folder of a component; None for a hub id that is not on this machine."""
     if Path(path).is_dir():
         return Path(path) / (subfolder or "")
     found = try_to_load_from_cache(path, f"{subfolder}/config.json" if subfolder else "config.json")

@@ -6,7 +6,7 @@ run is cached: a T5-XXL beside the network would take 9.5 GB for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -215,14 +215,18 @@ class TextEncoders:
             self._stays = False
             self._leave()
 
-    def encode(self, prompts: Sequence[Hashable]) -> dict[str, Tensor]:
+    def encode(self, prompts: Sequence[Hashable], on_host: Set[str] = frozenset()) -> dict[str, Tensor]:
         """Look up or encode.
+
+        Args:
+            on_host: names of tensors that are wanted on the CPU.
 
         Raises:
             RuntimeError: a prompt that is not cached after `cache_and_release`.
         """
         rows = self._rows(prompts)
-        return {name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]}
+        stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return {name: t if name in on_host else t.to(self.device) for name, t in stacked.items()}
 
     def of(self, prompt: str) -> dict[str, Tensor]:
         """Tensors of a prompt by name, on the CPU and without a batch dimension.

@@ -6,11 +6,11 @@ the batch, and a resumed run or another number of processes would no longer give
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 from PIL import Image
@@ -24,6 +24,8 @@ from retouch.observe import Stopwatch
 from retouch.types import Condition, DiffusionModel, Example
 
 Role = Literal["target", "win", "lose"]
+
+T = TypeVar("T")
 
 CAPACITY = 512
 """Encoded examples kept in CPU memory; beyond it the ones used longest ago are dropped."""
@@ -98,13 +100,17 @@ class EncodedData:
             uncaptioned: rows that get the family's empty prompt instead of their own, which is what classifier-free
                 guidance steers away from.
         """
-        keys = zip(positions, uncaptioned or [False] * len(positions), strict=True)
-        with self.clock.part("text"), self.model.encoding():
-            rows = [self._conditions.get(key, partial(self._encode, *key)) for key in keys]
-            names = rows[0].tensors.keys()
-            tensors = {name: torch.cat([row.tensors[name] for row in rows]).to(device) for name in names}
+        with self.clock.part("text"):
+            rows = self._rows(positions, uncaptioned)
+            tensors = {name: torch.cat([row.tensors[name] for row in rows]) for name in rows[0].tensors}
             masks = [row.mask for row in rows if row.mask is not None]
-            return Condition(tensors, torch.cat(masks).to(device) if masks else None, rows[0].size)
+            return replace(rows[0], tensors=tensors, mask=torch.cat(masks) if masks else None).to(device)
+
+    def encode(self, positions: Sequence[int], uncaptioned: Sequence[bool] | None = None) -> None:
+        """Encode now what `conditions` will be asked for in parts: text encoders that wait on the CPU are then moved to
+        the device once, and not beside the gradients of a step."""
+        with self.clock.part("text"):
+            self._rows(positions[:CAPACITY], uncaptioned and uncaptioned[:CAPACITY])
 
     def images(self, positions: Sequence[int], role: Role, device: torch.device) -> Tensor:
         """Clean latents [B, C, h, w] of the target, the preferred or the rejected image of each example.
@@ -116,6 +122,11 @@ class EncodedData:
         with self.clock.part("vae"):
             rows = [cache.get(p, partial(self._encode_image, role, p)) for p in positions]
             return torch.cat(rows).to(device)
+
+    def _rows(self, positions: Sequence[int], uncaptioned: Sequence[bool] | None) -> list[Condition]:
+        keys = zip(positions, uncaptioned or [False] * len(positions), strict=True)
+        with self.model.encoding():
+            return [self._conditions.get(key, partial(self._encode, *key)) for key in keys]
 
     def _read(self, position: int) -> Example:
         ahead = self._ahead.pop(position, None)
@@ -135,6 +146,42 @@ class EncodedData:
             raise ValueError(f"example {example.id} has no {role} image")
         pixels = image_pixels(stack_above(example.strip, image))[None]
         return self.model.encode_images(pixels).cpu()
+
+
+AHEAD = 64
+"""Examples that `encoded_ahead` encodes at once; their conditions are in CPU memory meanwhile."""
+
+
+def encoded_ahead(
+    model: DiffusionModel, batches: Iterable[tuple[T, Sequence[Example]]], guidance_scale: float, clock: Stopwatch
+) -> Iterator[tuple[T, Condition]]:
+    """Batches of examples, each with something of the caller -> that and the condition of the batch, in order.
+
+    Text encoders that wait on the CPU between uses are moved to the device once for AHEAD examples. An error of
+    `batches` is raised after the batches before it.
+    """
+    pending: list[tuple[T, Sequence[Example]]] = []
+    problem: Exception | None = None
+    source = iter(batches)
+    while problem is None:
+        try:
+            pending.append(next(source))
+        except Exception as error:  # the end, too
+            problem = error
+        if problem is None and sum(len(examples) for _, examples in pending) < AHEAD:
+            continue
+        with clock.part("text"), model.encoding():
+            waiting = [_waiting(model.encode(examples, guidance_scale)) for _, examples in pending]
+        for (given, _), (device, condition) in zip(pending, waiting, strict=True):
+            yield given, condition.to(device)
+        pending = []
+    if not isinstance(problem, StopIteration):
+        raise problem
+
+
+def _waiting(condition: Condition) -> tuple[torch.device, Condition]:
+    """Where a condition is, and the condition on the CPU."""
+    return next(iter(condition.tensors.values())).device, condition.to("cpu")
 
 
 def drop_references(condition: Condition, share: float, seeds: Sequence[int], uncaptioned: Sequence[bool]) -> Condition:

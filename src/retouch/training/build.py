@@ -16,14 +16,12 @@ from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.algorithms.base import RlConfig
 from retouch.config import ConfigError, Derived, RunConfig, derive
-from retouch.config.check import require_trainable
 from retouch.config.needs import needed_pictures, require_more_images
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
 from retouch.data.identity import trained_on
 from retouch.engine import Checkpoints, Engine, Policy
-from retouch.engine.saved import complete_checkpoints
 from retouch.families.embeddings import require_prompts
-from retouch.families.loading import load_model
+from retouch.families.loading import DTYPES, load_model
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.cost import Costs
 from retouch.observe.timing import stopwatch
@@ -33,6 +31,8 @@ from retouch.rewards.table import RewardTable
 from retouch.rollout.encoded import EncodedData
 from retouch.rollout.plan import Plans
 from retouch.texts import require_texts_of
+from retouch.training.beginning import can_begin
+from retouch.training.resume import with_kept_defaults
 from retouch.types import DiffusionModel
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
     Raises:
         ConfigError, DataError, ModelFilesError: one message each, with the remedy.
     """
+    config = with_kept_defaults(config)
     engine = Engine(config.training, config.optimizer, config.seed, config.reward_client.collective_s)
     derived = derive(config, engine.world_size)
     needs = needed_pictures(config, training=False)
@@ -138,7 +139,7 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
         logger.warning("model.train.initial_adapter: %s", describe_unused(initial.unused))
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path, str(engine.device))
     embedded = all_embedded(item for given in loaded.values() for item in given.items)
-    model = load_model(config.model, engine.device, embedded=embedded)
+    model = load_model(config.model, engine.device, embedded=embedded, mapped=True)
     if config.model.free_text_encoders:  # before the network is placed: they are never on the device together
         assert model.prompts is not None, "`check` refuses this for other families"
         prompts = [p for d in (data, warmup, held_out) if d is not None for p in d.prompts]
@@ -148,6 +149,7 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
         model.network,
         gradient_checkpointing=config.training.gradient_checkpointing,
         some_without_gradient=config.model.spec.drops_text_stream is True and config.model.train.kind != "ip_adapter",
+        dtype=DTYPES["fp32"] if config.model.train.kind == "full" else None,
     )
     policy = Policy(model.network, exchange=engine.own_memory)
     clock = stopwatch(engine.device.type)
@@ -228,28 +230,6 @@ def _ids_without_target(config: RunConfig, data: Dataset) -> Sequence[int]:
     """A family that edits reads the whole source image: with the source as its target it would learn to copy."""
     useless = {"none", "source"} if config.model.spec.edits else {"none"}
     return [item.id for item in data.items if item.target in useless]
-
-
-def can_begin(config: RunConfig, run_dir: RunDir) -> None:
-    """Before minutes go into loading a model."""
-    require_trainable(config)
-    run_dir.require_free()
-    given = config.resume
-    if given is None:
-        run_dir.require_new()
-    elif given != "auto":
-        _require_checkpoint(given)
-
-
-def _require_checkpoint(given: str) -> None:
-    """Reject a `resume` that is no checkpoint; the message names the newest one below it."""
-    folder = Path(given).expanduser()
-    if (folder / "complete.json").is_file():
-        return
-    near = [*complete_checkpoints(folder), *complete_checkpoints(folder / "checkpoints")]
-    what = "no checkpoint (it has no complete.json)" if folder.is_dir() else "no such checkpoint"
-    remedy = f"give {near[-1]}" if near else "give a checkpoints/step-... folder"
-    raise ConfigError(f"resume: given {given!r}: {what}; {remedy}, or auto")
 
 
 def is_held_out(config: RunConfig, held_out: Dataset | None, *training: Dataset) -> bool:

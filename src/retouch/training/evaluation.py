@@ -44,6 +44,7 @@ from retouch.observe.log import means_text
 from retouch.observe.plateau import lacking_after, trend
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import RewardTable
+from retouch.rollout.encoded import encoded_ahead
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
     broken_rows,
@@ -174,11 +175,10 @@ def draw_and_score(
     raw: list[np.ndarray[Any, Any]] = []
     pending: list[PendingBatch] = []
     real = len(work) - padding
-    for start in range(0, len(work), batch_size):
-        chunk = work[start : start + batch_size]
+    chunks = ((start, work[start : start + batch_size]) for start in range(0, len(work), batch_size))
+    batches = (((start, chunk), [example for example, _ in chunk]) for start, chunk in chunks)
+    for (start, chunk), condition in encoded_ahead(model, batches, guidance_scale, clock):
         batch = [example for example, _ in chunk]
-        with clock.part("text"):
-            condition = model.encode(batch, guidance_scale)
         size = condition.size
         plan = plan_of.setdefault(size, ode_plan(model.schedule(num_steps, size)))
         seeds = [derive_seed("eval", example.id, k) for example, k in chunk]

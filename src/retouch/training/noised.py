@@ -18,11 +18,12 @@ from retouch.types import Condition, DiffusionModel
 
 @dataclass(frozen=True)
 class NoisedRows:
-    """B · W rows: W copies of each of B images, a row's copies together.
+    """B · W rows: W copies of each of B images (or those of a piece), a row's copies together.
 
     Attributes:
         x0, x, noise: [B · W, C, h, w].
         time: [B · W] of the schedule.
+        copies: W.
     """
 
     condition: Condition
@@ -31,12 +32,18 @@ class NoisedRows:
     x: Tensor
     noise: Tensor
     time: Tensor
+    copies: int
 
 
 def noised_copies(
-    run: Run, x0: Tensor, condition: Condition, generators: Sequence[torch.Generator], copies: int
+    run: Run,
+    x0: Tensor,
+    condition: Condition,
+    generators: Sequence[torch.Generator],
+    copies: int,
+    piece: range | None = None,
 ) -> NoisedRows:
-    """`copies` noised copies of each clean latent.
+    """`copies` noised copies of each clean latent, or those of a piece of them, which are the same in any piece.
 
     Each row has its own generator. The times of its copies are stratified over equal shares of their distribution:
     independent ones would often lie close together. No time is noisier than the start of sampling: the model's output
@@ -44,12 +51,20 @@ def noised_copies(
     """
     device = run.engine.device
     schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
-    noise = torch.stack([latent_noise(x0.shape[1:], g) for g in generators for _ in range(copies)]).to(device)
-    draws = [(k + torch.rand((), generator=g, dtype=torch.float64)) / copies for g in generators for k in range(copies)]
-    time = schedule.training_times(torch.stack(draws).clamp(1e-6, 1 - 1e-6), visited=True).to(device)
-    wide = x0.to(device).repeat_interleave(copies, 0)
-    rows = torch.arange(len(x0), dtype=torch.int64, device=device).repeat_interleave(copies)
-    return NoisedRows(condition.select(rows), schedule, wide, schedule.add_noise(wide, noise, time), noise, time)
+    # all are sampled, whichever are taken: a copy must not depend on how many are in a forward
+    sampled = [[latent_noise(x0.shape[1:], g) for _ in range(copies)] for g in generators]
+    places = [
+        [(k + torch.rand((), generator=g, dtype=torch.float64)) / copies for k in range(copies)] for g in generators
+    ]
+    taken = range(copies) if piece is None else piece
+    noise = torch.stack([row[k] for row in sampled for k in taken]).to(device)
+    draws = torch.stack([row[k] for row in places for k in taken])
+    time = schedule.training_times(draws.clamp(1e-6, 1 - 1e-6), visited=True).to(device)
+    wide = x0.to(device).repeat_interleave(len(taken), 0)
+    rows = torch.arange(len(x0), dtype=torch.int64).repeat_interleave(len(taken))
+    return NoisedRows(
+        condition.select(rows), schedule, wide, schedule.add_noise(wide, noise, time), noise, time, len(taken)
+    )
 
 
 def denoising_error(

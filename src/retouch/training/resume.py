@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from pydantic_core import to_jsonable_python
@@ -15,17 +15,19 @@ from torch import Tensor
 
 from retouch.complete import COMPLETE, complete_checkpoints, damaged
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
-from retouch.config.base import Section
+from retouch.config.base import EARLIER_DEFAULTS, Section
 from retouch.config.load import with_new_names
 from retouch.config.run import DEFAULT_ACCUMULATION
 from retouch.data.dataset import Dataset
 from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
-from retouch.engine.saved import saved_run_file
+from retouch.engine.saved import saved_run_file, sound_state
 from retouch.observe import RunDir
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.table import RewardTable
-from retouch.training.build import Run
+
+if TYPE_CHECKING:
+    from retouch.training.build import Run
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,26 @@ def resume_folder(config: RunConfig, run_dir: RunDir) -> Path | None:
         )
     logger.warning("%s has no checkpoint of its own yet: it begins from %s again", run_dir.path, origin)
     return origin
+
+
+def with_kept_defaults(config: RunConfig) -> RunConfig:
+    """The run file of a run that may be resumed. Keys that it leaves out, and whose default has changed, have the value
+    of the checkpoint: sums of forwards of other sizes round differently. A checkpoint that cannot be read changes
+    nothing here, and is reported where it is loaded."""
+    try:
+        folder = resume_folder(config, RunDir(config, main=False))
+        if folder is None:
+            return config
+        before = with_new_names(saved_run_file(sound_state(folder), folder))
+    except CheckpointError:
+        return config
+    for key, default in EARLIER_DEFAULTS.items():
+        name, _, option = key.partition(".")
+        section, kept = getattr(config, name), before.get(name)
+        if isinstance(kept, dict) and option not in section.model_fields_set:
+            value = cast("dict[str, object]", kept).get(option, default)
+            config = config.model_copy(update={name: section.model_copy(update={option: value})})
+    return config
 
 
 def has_finished(config: RunConfig, step: int, records: Sequence[Mapping[str, Any]]) -> bool:

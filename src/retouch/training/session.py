@@ -19,6 +19,7 @@ from torch import Tensor
 
 from retouch.adapters.lora import is_update
 from retouch.config.check import warnings_of
+from retouch.config.derived import parts_per_forward, spans
 from retouch.config.presets import preset_lines
 from retouch.data.dataset import Dataset
 from retouch.data.sampler import derive_seed
@@ -231,6 +232,10 @@ class Session:
                 progress.epoch, progress.position, progress.updates_in_epoch = epoch + 1, 0, 0
             left = _nothing if ends_epoch else of_later
             self.end_step(step.values, updated=step.updated, left=left, epoch=epoch)
+
+    def pieces(self, parts: int) -> list[range]:
+        """Trained steps, or noised copies, of a row by forwards: `optimizer.steps_per_forward`."""
+        return spans(parts, parts_per_forward(self.config, self.run.engine.device.type))
 
     @property
     def shared_steps(self) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from retouch.config.derived import forward_precision
+from retouch.config.derived import forward_precision, parts_per_forward
 from retouch.data.sampler import batch_examples, derive_seed
 from retouch.engine import Diverged, OutOfMemory
 from retouch.errors import first_line
@@ -74,7 +74,7 @@ class Step:
         row of any process has a weight: the step is then skipped.
 
         An attempt after another one starts from no gradient, with half the rows in a forward. Its gradient is, bit for
-        bit, that of a run file with so few rows.
+        bit, that of a run file with so few rows and as many steps of each in a forward.
 
         Raises:
             OutOfMemory: halving cannot help.
@@ -274,22 +274,33 @@ def _fewer(session: Session, problem: str) -> int:
     if rows == 1:
         raise OutOfMemory(
             f"out of memory with one row in a forward ({problem}); set training.gradient_checkpointing=true, "
-            "optimizer.steps_per_forward=1 (grpo, ppo), or a smaller data.resolution"
+            "optimizer.steps_per_forward=1 (grpo, ppo, nft, dpo, kto), or a smaller data.resolution"
         )
     if session.run.engine.world_size > 1 or optimizer.on_out_of_memory == "stop":
         total = optimizer.rows_per_device(session.run.engine.world_size)
         fewer = next(size for size in range(rows // 2, 0, -1) if total % size == 0)
         also = "" if optimizer.global_batch_size else f" and gradient_accumulation={total // fewer}"
+        also += _as_many_steps(session, fewer)
         raise OutOfMemory(
             f"out of memory with {rows} rows in a forward ({problem}); set optimizer.batch_size_per_device={fewer}"
             f"{also}, which gives the same gradients"
         )
     logger.warning(
         "out of memory with %d rows in a forward (%s): the step begins again with %d, the same gradients up to "
-        "rounding; optimizer.batch_size_per_device=%d from the start avoids this",
+        "rounding; optimizer.batch_size_per_device=%d%s from the start avoids this",
         rows,
         problem,
         rows // 2,
         rows // 2,
+        _as_many_steps(session, rows // 2),
     )
     return rows // 2
+
+
+def _as_many_steps(session: Session, rows: int) -> str:
+    """The setting that keeps the steps in a forward, where `steps_per_forward: auto` would take more for fewer rows."""
+    config, device = session.config, session.run.engine.device.type
+    smaller = config.optimizer.model_copy(update={"batch_size_per_device": rows})
+    steps = parts_per_forward(config, device)
+    more = parts_per_forward(config.model_copy(update={"optimizer": smaller}), device) != steps
+    return f" and steps_per_forward={steps}" if more else ""

@@ -8,7 +8,7 @@ the reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ def supervised_phase(session: Session, until: int, lr: float, objective: Objecti
         run.costs.images += len(step.rows)
         for attempt in step.attempts():
             with attempt:
+                encode_step(data, objective, step, positions[0])
                 for rows in attempt.micro_batches():
                     attempt.backward(*supervised_loss(session, data, objective, step, rows, positions[0], shifted))
 
@@ -59,11 +60,7 @@ def supervised_loss(
     places = [session.run.engine.rank * len(step.rows) + int(row) for row in rows]
     chosen = [positions[row] for row in rows]
     x0 = data.images(chosen, "target", device)
-    noise, generators = noise_for(x0.shape[1:], [step.seeds[row] for row in rows])
-    uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
-    uncaptioned = [
-        float(torch.rand((), generator=g, dtype=torch.float32)) < objective.caption_dropout for g in generators
-    ]
+    noise, uniform, uncaptioned = row_draws(x0.shape[1:], [step.seeds[row] for row in rows], objective)
     condition = data.conditions(chosen, device, uncaptioned)
     train = run.config.model.train
     if train.kind == "ip_adapter":
@@ -75,6 +72,22 @@ def supervised_loss(
     errors = denoising_error(run.model, run.network, schedule, x0, noise.to(device), time, condition, region)
     loss, values = denoising_loss(errors, normalizer=step.total)
     return loss, values, len(rows)
+
+
+def row_draws(shape: Sequence[int], seeds: Sequence[int], objective: Objective) -> tuple[Tensor, Tensor, list[bool]]:
+    """Of each row by its seed: noise of this shape, a uniform number for its time, and whether it has no caption."""
+    noise, generators = noise_for(shape, seeds)
+    uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
+    uncaptioned = [
+        float(torch.rand((), generator=g, dtype=torch.float32)) < objective.caption_dropout for g in generators
+    ]
+    return noise, uniform, uncaptioned
+
+
+def encode_step(data: EncodedData, objective: Objective, step: Step, positions: list[int]) -> None:
+    """Encode the prompts of a step before its first forward, see `EncodedData.encode`."""
+    shape = data.images(positions[:1], "target", torch.device("cpu")).shape[1:]
+    data.encode(positions, row_draws(shape, step.seeds, objective)[2])
 
 
 def warm_up(session: Session, algorithm: RlConfig) -> None:

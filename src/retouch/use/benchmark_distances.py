@@ -14,7 +14,7 @@ import numpy as np
 from retouch.benchmarks.base import Benchmark, DistanceEntry
 from retouch.benchmarks.outputs import SUFFIXES, Output, find_file
 from retouch.data.identity import digest
-from retouch.disk import expanded
+from retouch.disk import expanded, files_below
 from retouch.errors import ConfigError, first_line
 from retouch.hub import looks_local
 from retouch.imaging import ImageProblem, PackedImage, Pixels, open_image, to_rgb
@@ -121,7 +121,7 @@ def _real(entry: DistanceEntry, outputs: Sequence[Output], where: str) -> Images
     folder = expanded(entry.real)
     if not folder.is_dir():
         raise ConfigError(f"{where}.real: given {entry.real!r}; expected source, target, or a folder of images")
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    files = sorted(path for path in files_below(folder) if path.suffix.lower() in SUFFIXES)
     return {-1 - number: path for number, path in enumerate(files)}
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from PIL import Image
@@ -18,12 +18,15 @@ from retouch.benchmarks.base import Benchmark
 from retouch.benchmarks.outputs import Output, Shard, image_key, own
 from retouch.config import ConfigError, RunConfig
 from retouch.data.base import DataSection, ImageSection
-from retouch.data.dataset import Dataset, all_embedded, read_item
+from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
 from retouch.data.identity import digest
 from retouch.data.sampler import derive_seed
 from retouch.disk import expanded, read_bounded, write_first
 from retouch.file_image import FileImage
 from retouch.imaging import open_image, png_text, to_rgb, write_png
+
+if TYPE_CHECKING:
+    from retouch.types import Condition, Example
 
 logger = logging.getLogger(__name__)
 
@@ -187,8 +190,8 @@ def sample_outputs(
     loaded = Loaded(for_items(config, items, section), embedded=all_embedded(items))
     for name, weights_folder in weights.items():
         loaded.load(weights_folder)
-        for done, part in enumerate(missing[name]):
-            _sample_chunk(loaded, part, section, folder / name, benchmark)
+        for done, (read, condition) in enumerate(_encoded(loaded, missing[name], section)):
+            _sample_chunk(loaded, read, condition, section, folder / name, benchmark)
             if done % 10 == 9 or done + 1 == len(missing[name]):
                 logger.info("%s: sampled %d of %d batches", name, done + 1, len(missing[name]))
     del loaded
@@ -212,19 +215,36 @@ def _is_sampled(folder: Path, output: Output) -> bool:
     return True
 
 
+class _Read(NamedTuple):
+    """Outputs that are sampled together, with their examples and what was read of each image."""
+
+    part: Sequence[Output]
+    examples: list[Example]
+    readings: list[Reading]
+
+
+def _encoded(loaded: Any, parts: Sequence[Sequence[Output]], section: DataSection) -> Iterator[tuple[_Read, Condition]]:
+    from retouch.observe import Stopwatch
+    from retouch.rollout.encoded import encoded_ahead
+
+    def read(part: Sequence[Output]) -> _Read:
+        examples, readings = zip(*(read_item(output.item, section) for output in part), strict=True)
+        return _Read(part, list(examples), list(readings))
+
+    batches = ((one, one.examples) for one in map(read, parts))
+    return encoded_ahead(loaded.model, batches, loaded.guidance_scale, Stopwatch())
+
+
 def _sample_chunk(
-    loaded: Any, part: Sequence[Output], section: DataSection, folder: Path, benchmark: Benchmark
+    loaded: Any, read: _Read, condition: Condition, section: DataSection, folder: Path, benchmark: Benchmark
 ) -> None:
     """Sample a batch of outputs. It is sampled whole although some of its files may be there: rounding depends on the
     batch."""
     from retouch.use.sampling import draw
 
-    read = [read_item(output.item, section) for output in part]
-    examples = [example for example, _ in read]
-    seeds = [derive_seed("benchmark", benchmark.seed, o.item.id, o.index) for o in part]
-    condition = loaded.model.encode(examples, loaded.guidance_scale)
-    images = draw(loaded, examples, condition, seeds, loaded.config.rollout.num_steps)
-    for output, image, (_, reading) in zip(part, images, read, strict=True):
+    seeds = [derive_seed("benchmark", benchmark.seed, o.item.id, o.index) for o in read.part]
+    images = draw(loaded, read.examples, condition, seeds, loaded.config.rollout.num_steps)
+    for output, image, reading in zip(read.part, images, read.readings, strict=True):
         placed = _placed(output, image, reading.box, section, benchmark)
         write_png(placed, folder / output.own_file, {_ITEM: image_key(output.item)})
 
@@ -255,8 +275,9 @@ def _sample_completions(
     benchmark: Benchmark,
 ) -> None:
     """Sample with a text encoder that writes its own completions; they are saved beside the images."""
-    from retouch.algorithms.vlm_grpo.use import sample_trained
+    from retouch.algorithms.vlm_grpo.use import evaluated_dtype, sample_trained
 
+    dtype = evaluated_dtype(config, weights.values())
     for name, weights_folder in weights.items():
         items = [part[0].item for part in missing[name]]
         if not items:
@@ -272,4 +293,4 @@ def _sample_completions(
             return {_ITEM: image_key(by_id[item])}
 
         data = Dataset(section, items)
-        sample_trained(config, data, weights_folder, benchmark.seed, benchmark.count, None, path_of, about)
+        sample_trained(config, data, weights_folder, benchmark.seed, benchmark.count, None, path_of, about, dtype)

@@ -14,7 +14,7 @@ from PIL import Image
 from retouch.config import ConfigError, RunConfig
 from retouch.config.errors import nearest
 from retouch.config.needs import needed_pictures, require_more_images, takes_references
-from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData
+from retouch.data.base import FOLDERS, DataError, DataSection, ItemError, ItemFiles, ProtocolData
 from retouch.data.dataset import Dataset, check_item, in_place, load_dataset
 from retouch.data.discover import data_at
 from retouch.data.formats.calligrapher import DEFAULT_TEMPLATE
@@ -109,6 +109,8 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     if request.fit not in (None, *FITS):
         raise ConfigError(f"--fit: given {request.fit!r}; {nearest(request.fit, FITS)}")
     _check_crop(config, request)
+    if request.size is not None:
+        require_multiples(request.size, config.model.size_multiple, config.model.family)
     for option, text in (("--prompt", request.prompt), *(("--text", text) for text in request.texts)):
         require_utf_8(option, text or "")
     given = {"resolution": request.size, "fit": request.fit, "invert_mask": request.invert_mask}
@@ -133,6 +135,13 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
         logger.warning("%s", in_place(problem.doubt, "--mask"))
     require_read(config, section, item)
     return section, [item]
+
+
+def require_multiples(size: tuple[int, int], multiple: int, family: str) -> None:
+    """Raises: ConfigError: a size that a model of a family cannot generate."""
+    if any(side % multiple for side in size):
+        near = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in size)
+        raise ConfigError(f"resolution: given {size[0]}x{size[1]}; {family} needs multiples of {multiple}; set {near}")
 
 
 def require_utf_8(option: str, text: str) -> None:
@@ -272,5 +281,5 @@ def _shared(model: DataSection, kind: type[DataSection]) -> dict[str, Any]:
     return {
         name: getattr(model, name)
         for name in kind.model_fields
-        if name not in ("path", "format", "limit", "image_root", "list_file") and hasattr(model, name)
+        if name not in ("path", "format", "limit", "list_file", *FOLDERS) and hasattr(model, name)
     }

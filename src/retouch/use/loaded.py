@@ -111,5 +111,5 @@ def free_memory() -> None:
     """Free the memory of models that are no longer used: networks and hooks refer to each other, and only the garbage
     collector finds them."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        torch.get_device_module(device).empty_cache()

@@ -18,6 +18,7 @@ from retouch.families.inputs import image_pixels
 from retouch.families.loading import load_model
 from retouch.imaging import stack_above
 from retouch.prompts import PromptCheck
+from retouch.types import Example
 
 
 def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
@@ -29,22 +30,28 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
             data or model.
     """
     usable(config)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     choose_kernels(device, config.training)
     given = config.model.model_copy(update={"embeddings": None})
     cache = EmbeddingCache(folder.expanduser(), given, create=True)
     model: FamilyModel = load_model(given, device, filling=cache)  # type: ignore[assignment]
-    for data in datasets(config):
-        for prompt in [*data.prompts, *given.fixed_prompts]:
-            cache.add_text(prompt, model.texts().of)
-        for example in data:
-            if model.image_encoder is not None and example.reference is not None:
-                cache.add_reference(example.reference, model.image_encoder)
-            model.encode([example], 1.0)
-            for image in (example.target, example.win, example.lose):  # of supervised steps and given pairs
-                if image is not None:
-                    model.encode_images(image_pixels(stack_above(example.strip, image))[None])
+    with model.encoding():  # text encoders are moved to the device once
+        for data in datasets(config):
+            for prompt in [*data.prompts, *given.fixed_prompts]:
+                cache.add_text(prompt, model.texts().of)
+            for example in data:
+                add_example(cache, model, example)
     return cache.added
+
+
+def add_example(cache: EmbeddingCache, model: FamilyModel, example: Example) -> None:
+    """Encode the reference and the images of an example into the cache of the model."""
+    if model.image_encoder is not None and example.reference is not None:
+        cache.add_reference(example.reference, model.image_encoder)
+    model.encode([example], 1.0)
+    for image in (example.target, example.win, example.lose):  # of supervised steps and given pairs
+        if image is not None:
+            model.encode_images(image_pixels(stack_above(example.strip, image))[None])
 
 
 def usable(config: RunConfig) -> None:

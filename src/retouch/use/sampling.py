@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,18 +13,19 @@ import numpy as np
 from PIL import Image
 
 from retouch.algorithms.vlm_grpo.use import sample_trained
-from retouch.config import ConfigError
+from retouch.config import RunConfig
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
 from retouch.data.sampler import derive_seed
-from retouch.families.base import FamilySpec
 from retouch.file_image import FileImage, read_file_image
 from retouch.imaging import Box, open_image, read_mask, write_new_png
+from retouch.observe import Stopwatch
+from retouch.rollout.encoded import encoded_ahead
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import broken_rows, require_drawn, sample, to_uint8
 from retouch.training.scoring import without_strip
 from retouch.types import Condition, Example
-from retouch.use.items import SampleRequest, make_folder, mask_crop
+from retouch.use.items import SampleRequest, make_folder, mask_crop, require_multiples
 from retouch.use.loaded import Loaded, for_items
 from retouch.use.trained import Trained
 
@@ -52,13 +53,13 @@ def sample_to_folder(
         data = Dataset(section, items)
         return sample_trained(trained.config, data, trained.newest, request.seed, request.count, request.steps, free)
     loaded = load(for_items(trained.config, items, section), embedded=all_embedded(items))
-    _require_multiples(section.size, loaded.model.spec)
+    require_multiples(section.size, loaded.model.spec.size_multiple, loaded.model.spec.family)
     loaded.load(trained.newest)
-    written: list[Path] = []
-    for item in items:
-        for image in generate(loaded, item, section, request):
-            written.append(write_new_png(image, partial(free, item.id)))
-    return written
+    return [
+        write_new_png(image, partial(free, item.id))
+        for item, images in generated(loaded, items, section, request)
+        for image in images
+    ]
 
 
 def free_paths(items: Sequence[ItemFiles], out: Path, count: int) -> Callable[[int], Path]:
@@ -79,14 +80,41 @@ def free_paths(items: Sequence[ItemFiles], out: Path, count: int) -> Callable[[i
 
 def generate(loaded: Loaded, item: ItemFiles, section: DataSection, request: SampleRequest) -> list[FileImage]:
     """Generate `request.count` samples of an item with the loaded weights, composited into its source."""
-    config = loaded.config
-    steps = request.steps or config.evaluation.num_steps or config.rollout.num_steps
+    [(_, images)] = generated(loaded, [item], section, request)
+    return images
+
+
+def generated(
+    loaded: Loaded, items: Iterable[ItemFiles], section: DataSection, request: SampleRequest
+) -> Iterator[tuple[ItemFiles, list[FileImage]]]:
+    """Each item with its samples, see `generate`."""
+    read = ((item, *_read(loaded.config, item, section, request)) for item in items)
+    batches = (((item, example, reading.box), [example]) for item, example, reading in read)
+    clock = Stopwatch()
+    for (item, example, box), condition in encoded_ahead(loaded.model, batches, loaded.guidance_scale, clock):
+        yield item, _samples(loaded, item, section, request, example, box, condition)
+
+
+def _read(config: RunConfig, item: ItemFiles, section: DataSection, request: SampleRequest) -> tuple[Example, Reading]:
     example, reading = read_item(item, section, mask_crop(config, request))
     if reading.cropped:
         _report(item, reading, section.size)
     elif request.crop == "mask":
         logger.info("%s: no crop, because a box around the mask would be the whole image", item.source_path)
-    condition = loaded.model.encode([example], loaded.guidance_scale)
+    return example, reading
+
+
+def _samples(
+    loaded: Loaded,
+    item: ItemFiles,
+    section: DataSection,
+    request: SampleRequest,
+    example: Example,
+    box: Box,
+    condition: Condition,
+) -> list[FileImage]:
+    """The samples of an item that was read and encoded."""
+    steps = request.steps or loaded.config.evaluation.num_steps or loaded.config.rollout.num_steps
     source = read_file_image(item.source_path) if item.source_path and item.mask_path else None
     images: list[FileImage] = []
     for k in range(request.count):
@@ -95,7 +123,7 @@ def generate(loaded: Loaded, item: ItemFiles, section: DataSection, request: Sam
         images.append(
             FileImage(np.asarray(image))
             if source is None
-            else into_source(source, item, image, reading.box, section, request.feather)
+            else into_source(source, item, image, box, section, request.feather)
         )
     return images
 
@@ -141,13 +169,3 @@ def _report(item: ItemFiles, reading: Reading, size: tuple[int, int]) -> None:
         reading.mask_pixels,
         reading.uncropped_mask_pixels,
     )
-
-
-def _require_multiples(size: tuple[int, int], spec: FamilySpec) -> None:
-    """Raises ConfigError for a size that the loaded model cannot generate."""
-    multiple = spec.size_multiple
-    if any(side % multiple for side in size):
-        near = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in size)
-        raise ConfigError(
-            f"resolution: given {size[0]}x{size[1]}; {spec.family} needs multiples of {multiple}; set {near}"
-        )

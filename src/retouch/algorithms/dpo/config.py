@@ -19,6 +19,7 @@ class DpoConfig(RlConfig):
     """Direct preference optimization (Diffusion-DPO, arXiv 2311.12908), online or on given pairs."""
 
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"beta", "rollout_policy", "reference_refresh_every", "timesteps_per_pair"}
+    UNREAD: ClassVar[Set[str]] = RlConfig.UNREAD - {"optimizer.steps_per_forward"}
     recipe: ClassVar[str] = "retouch.algorithms.dpo.recipe:train"
 
     name: Literal["dpo"] = "dpo"
@@ -53,6 +54,9 @@ class DpoConfig(RlConfig):
     @property
     def snapshots(self) -> frozenset[str]:
         return frozenset({"reference"})
+
+    def parts_of_row(self, run: RunConfig) -> tuple[int, int]:
+        return self.timesteps_per_pair, 2
 
     def forwards_per_image(self, run: RunConfig, optimizer_steps: int, guided: int, backward: int) -> float:
         per_member = self.timesteps_per_pair * (1 + backward)

@@ -80,33 +80,36 @@ def train_step(session: Session, algorithm: DpoConfig, pairs: Pairs, step: Step)
     refresh_reference(session, algorithm)
     for attempt in step.attempts():
         with attempt:
-            chunks = attempt.chunks()
+            run.encoded_for_denoising.encode(step.positions)
+            pieces = session.pieces(algorithm.timesteps_per_pair)
+            forwards = [(rows, piece) for rows in attempt.chunks() for piece in pieces]
             with run.clock.part("train_forward"), run.policy.use("reference"):
-                references = [errors(run, algorithm, noised_pairs(session, algorithm, pairs, rows)) for rows in chunks]
-            for rows, reference in attempt.micro_batches(list(zip(chunks, references, strict=True))):
-                attempt.backward(*preference_loss(session, algorithm, pairs, step, rows, reference))
+                references = [errors(run, algorithm, noised_pairs(session, algorithm, pairs, *f)) for f in forwards]
+            for (rows, piece), reference in attempt.micro_batches(list(zip(forwards, references, strict=True))):
+                attempt.backward(*preference_loss(session, algorithm, pairs, step, rows, piece, reference))
 
 
 def preference_loss(
-    session: Session, algorithm: DpoConfig, pairs: Pairs, step: Step, rows: Tensor, reference: Tensor
+    session: Session, algorithm: DpoConfig, pairs: Pairs, step: Step, rows: Tensor, piece: range, reference: Tensor
 ) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
-    """The loss of one forward: B pairs, W noised copies of both members -> (loss, metrics, pairs that count)."""
-    win, lose = errors(session.run, algorithm, noised_pairs(session, algorithm, pairs, rows))
-    weight = pairs.weight[rows].to(win.device)
-    loss, values = dpo_loss(win, lose, reference[0], reference[1], algorithm.beta, weight, step.total)
-    return loss, values, weight.sum()
+    """The loss of one forward: B pairs, W noised copies of both members -> (loss, metrics, pairs that count, by the
+    share of their copies that the piece is)."""
+    win, lose = errors(session.run, algorithm, noised_pairs(session, algorithm, pairs, rows, piece))
+    weight, share = pairs.weight[rows].to(win.device), len(piece) / algorithm.timesteps_per_pair
+    loss, values = dpo_loss(win, lose, reference[0], reference[1], algorithm.beta, weight, step.total / share)
+    return loss, values, weight.sum() * share
 
 
-def noised_pairs(session: Session, algorithm: DpoConfig, pairs: Pairs, rows: Tensor) -> NoisedRows:
-    """W noised copies of both members of B pairs, the same whenever it is called in a step: once for the reference and
-    once for the policy. They are not kept in between: the conditions of a step would fill a GPU."""
+def noised_pairs(session: Session, algorithm: DpoConfig, pairs: Pairs, rows: Tensor, piece: range) -> NoisedRows:
+    """W noised copies of both members of B pairs, those of a piece, the same whenever it is called in a step: once for
+    the reference and once for the policy. They are not kept in between: the conditions of a step would fill a GPU."""
     run, device = session.run, session.run.engine.device
     condition = run.encoded_for_denoising.conditions(pairs.position[rows].tolist(), device)
-    both = condition.select(torch.arange(len(rows), dtype=torch.int64, device=device).repeat(2))
+    both = condition.select(torch.arange(len(rows), dtype=torch.int64).repeat(2))
     # win and lose of a pair draw from generators of one seed: one time, one noise
     generators = row_generators(pairs.seed[rows].repeat(2), "dpo", session.progress.position)
     x0 = torch.cat([pairs.win[rows], pairs.lose[rows]])
-    return noised_copies(run, x0, both, generators, algorithm.timesteps_per_pair)
+    return noised_copies(run, x0, both, generators, algorithm.timesteps_per_pair, piece)
 
 
 def errors(run: Run, algorithm: DpoConfig, copies: NoisedRows) -> Tensor:
@@ -114,7 +117,7 @@ def errors(run: Run, algorithm: DpoConfig, copies: NoisedRows) -> Tensor:
     region = objective_region(algorithm, copies.condition, run.model.spec.downsampling)
     prediction = run.model.predict(run.network, copies.x, copies.time, copies.condition)
     found = denoising_rows(prediction, copies.schedule.target(copies.x0, copies.noise), region)
-    return found.view(2, -1, algorithm.timesteps_per_pair)
+    return found.view(2, -1, copies.copies)
 
 
 def refresh_reference(session: Session, algorithm: DpoConfig) -> None:

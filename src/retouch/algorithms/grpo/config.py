@@ -95,6 +95,9 @@ class GrpoConfig(AdvantageConfig):
         share = stochastic_steps(run) * self.timestep_fraction
         return max(1, math.ceil(share - 1e-9))  # 25 x 0.28 is 7.000000000000001
 
+    def parts_of_row(self, run: RunConfig) -> tuple[int, int]:
+        return self.trained_steps(run), run.model.forwards_of_guidance(run.guidance_scale)
+
     def forwards_per_image(self, run: RunConfig, optimizer_steps: int, guided: int, backward: int) -> float:
         from retouch.config.derived import sampling_forwards
 

@@ -48,14 +48,13 @@ def train(run: Run) -> None:
 
 def train_epoch(session: Session, algorithm: GrpoConfig) -> None:
     """Rollouts, and the optimizer steps on them."""
-    per_forward = session.config.optimizer.steps_per_forward
     for experience in experiences(session, algorithm):
         complete(session, algorithm, experience)
-        spans = step_spans(experience.steps, per_forward)
+        pieces = session.pieces(experience.steps)
         for step in session.steps(experience, experience.step_of):
             for attempt in step.attempts():
                 with attempt:
-                    parts = [(rows, span) for rows in attempt.chunks() for span in spans]
+                    parts = [(rows, span) for rows in attempt.chunks() for span in pieces]
                     for rows, span in attempt.micro_batches(parts):
                         attempt.backward(*surrogate(session.run, algorithm, experience, step, rows, span))
 
@@ -119,7 +118,7 @@ def replay(run: Run, algorithm: GrpoConfig, experience: Experience, rows: Tensor
     device = run.engine.device
     condition = run.encoded.conditions(experience.position[rows].tolist(), device)
     x, x_next, step = (t.to(device) for t in experience.transitions(rows, span))
-    wide = condition.select(torch.arange(len(rows), dtype=torch.int64, device=device).repeat_interleave(len(span)))
+    wide = condition.select(torch.arange(len(rows), dtype=torch.int64).repeat_interleave(len(span)))
     region = objective_region(algorithm, wide, run.model.spec.downsampling)
     plan = run.plans.plan(run.model.schedule(run.config.rollout.num_steps, wide.size))
     mean, std = transition(run.model, run.network, plan, x, step, wide)
@@ -167,11 +166,11 @@ def record_again(session: Session, algorithm: GrpoConfig, experience: Experience
     steps = run.derived.optimizer_steps_per_epoch // algorithm.inner_epochs
     dealt = len(experience.weight), config.seed, session.progress.epoch, 1, steps
     batches = step_batches(*dealt, experience.step_of)
-    spans = step_spans(experience.steps, config.optimizer.steps_per_forward)
+    pieces = session.pieces(experience.steps)
     with run.clock.part("train_forward"):
         for attempt in attempts(session):
             with attempt:
-                for rows, span in [(rows, span) for b in batches for rows in attempt.chunks(b) for span in spans]:
+                for rows, span in [(rows, span) for b in batches for rows in attempt.chunks(b) for span in pieces]:
                     now = replay(run, algorithm, experience, rows, span)
                     log_probs[rows, span.start : span.stop] = now.log_prob.view(-1, len(span)).cpu()
                     if len(means):
@@ -181,9 +180,3 @@ def record_again(session: Session, algorithm: GrpoConfig, experience: Experience
     session.off_policy = float(
         run.engine.gather(off.max()[None] if off.numel() else torch.zeros(1, dtype=torch.float32)).max()
     )
-
-
-def step_spans(steps: int, steps_per_forward: int | None) -> list[range]:
-    """The trained steps in consecutive pieces of at most `steps_per_forward`."""
-    size = steps_per_forward or steps
-    return [range(start, min(start + size, steps)) for start in range(0, steps, size)]

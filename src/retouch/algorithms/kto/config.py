@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.algorithms.base import RlConfig
@@ -20,6 +20,7 @@ LABELS = {"good": True, "true": True, "1": True, "bad": False, "false": False, "
 class KtoConfig(RlConfig):
     """Kahneman-Tversky optimization (Diffusion-KTO, arXiv 2404.04465) on labelled images: no pairs, no rewards."""
 
+    UNREAD: ClassVar[Set[str]] = RlConfig.UNREAD - {"optimizer.steps_per_forward"}
     recipe: ClassVar[str] = "retouch.algorithms.kto.recipe:train"
 
     name: Literal["kto"] = "kto"
@@ -44,6 +45,9 @@ class KtoConfig(RlConfig):
     @property
     def snapshots(self) -> frozenset[str]:
         return frozenset({"reference"})
+
+    def parts_of_row(self, run: RunConfig) -> tuple[int, int]:
+        return self.timesteps_per_image, 1
 
     def forwards_per_image(self, run: RunConfig, optimizer_steps: int, guided: int, backward: int) -> float:
         """Reference, baseline and training forward of each noised copy."""

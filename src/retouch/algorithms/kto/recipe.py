@@ -46,40 +46,57 @@ def train_step(session: Session, algorithm: KtoConfig, step: Step) -> None:
     run.costs.images += len(step.rows)
     for attempt in step.attempts():
         with attempt:
-            chunks = attempt.chunks()
+            run.encoded_for_denoising.encode(step.positions)
+            pieces = session.pieces(algorithm.timesteps_per_image)
+            forwards = [(rows, piece) for rows in attempt.chunks() for piece in pieces]
             with run.clock.part("train_forward"), run.policy.use("reference"):
-                references = [errors(session, algorithm, step, rows) for rows in chunks]
+                references = [errors(session, algorithm, step, *forward) for forward in forwards]
+            compared = list(zip(forwards, references, strict=True))
             with run.clock.part("train_forward"), run.policy.use(None):
-                gains = [r - errors(session, algorithm, step, rows) for r, rows in zip(references, chunks, strict=True)]
-            total = run.engine.sum(torch.stack([g.mean(1).sum() for g in gains]).sum())
+                gains = [r - errors(session, algorithm, step, *forward) for forward, r in compared]
+            shares = [g.mean(1).sum() * share_of(algorithm, f[1]) for f, g in zip(forwards, gains, strict=True)]
+            total = run.engine.sum(torch.stack(shares).sum())
             baseline = kto_baseline(total / step.total.to(total.device))
-            for rows, reference in attempt.micro_batches(list(zip(chunks, references, strict=True))):
-                attempt.backward(*labels_loss(session, algorithm, step, rows, reference, baseline))
+            for (rows, piece), reference in attempt.micro_batches(compared):
+                attempt.backward(*labels_loss(session, algorithm, step, rows, piece, reference, baseline))
 
 
 def labels_loss(
-    session: Session, algorithm: KtoConfig, step: Step, rows: Tensor, reference: Tensor, baseline: Tensor
-) -> tuple[Tensor, Mapping[str, Tensor], int]:
-    """The loss of one forward of B x W rows -> (loss, metrics, images)."""
-    found = errors(session, algorithm, step, rows)
+    session: Session,
+    algorithm: KtoConfig,
+    step: Step,
+    rows: Tensor,
+    piece: range,
+    reference: Tensor,
+    baseline: Tensor,
+) -> tuple[Tensor, Mapping[str, Tensor], float]:
+    """The loss of one forward of B x W rows -> (loss, metrics, images, by the share of their copies that the piece
+    is)."""
+    found, share = errors(session, algorithm, step, rows, piece), share_of(algorithm, piece)
     items = session.run.data.items
     good = torch.tensor([label_of(items[p]) for p in chosen(step, rows)], dtype=torch.bool, device=found.device)
     weights = algorithm.good_weight, algorithm.bad_weight
-    loss, values = kto_loss(found, reference, good, algorithm.beta, *weights, baseline=baseline, normalizer=step.total)
-    return loss, values, len(rows)
+    total = step.total / share
+    loss, values = kto_loss(found, reference, good, algorithm.beta, *weights, baseline=baseline, normalizer=total)
+    return loss, values, len(rows) * share
 
 
-def errors(session: Session, algorithm: KtoConfig, step: Step, rows: Tensor) -> Tensor:
+def share_of(algorithm: KtoConfig, piece: range) -> float:
+    """Share of the noised copies of an image that a piece of them is."""
+    return len(piece) / algorithm.timesteps_per_image
+
+
+def errors(session: Session, algorithm: KtoConfig, step: Step, rows: Tensor, piece: range) -> Tensor:
     """Denoising errors of the weights in use [B, W], at the same times and noise whenever it is called in a step."""
     run, device = session.run, session.run.engine.device
     data, positions = run.encoded_for_denoising, chosen(step, rows)
     generators = row_generators([step.seeds[row] for row in rows], "kto")
     x0, condition = data.images(positions, "target", device), data.conditions(positions, device)
-    copies = noised_copies(run, x0, condition, generators, algorithm.timesteps_per_image)
+    copies = noised_copies(run, x0, condition, generators, algorithm.timesteps_per_image, piece)
     region = objective_region(algorithm, copies.condition, run.model.spec.downsampling)
     prediction = run.model.predict(run.network, copies.x, copies.time, copies.condition)
     found = denoising_rows(prediction, copies.schedule.target(copies.x0, copies.noise), region)
-    return found.view(-1, algorithm.timesteps_per_image)
+    return found.view(-1, len(piece))
 
 
 def chosen(step: Step, rows: Tensor) -> Sequence[int]:

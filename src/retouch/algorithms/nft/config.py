@@ -20,7 +20,7 @@ class NftConfig(AdvantageConfig):
     """DiffusionNFT (arXiv 2509.16117): positive and negative flow matching on the old policy's images."""
 
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"mix", "mode", "old_policy", "kl_weight", "timesteps_per_image"}
-    UNREAD: ClassVar[Set[str]] = RlConfig.UNREAD - {"rollout.preset"}
+    UNREAD: ClassVar[Set[str]] = RlConfig.UNREAD - {"rollout.preset", "optimizer.steps_per_forward"}
     recipe: ClassVar[str] = "retouch.algorithms.nft.recipe:train"
     presets: ClassVar[bool] = True
     takes_gradients: ClassVar[bool] = True
@@ -50,6 +50,9 @@ class NftConfig(AdvantageConfig):
     @property
     def snapshots(self) -> frozenset[str]:
         return frozenset({"old", "reference"} if self.kl_weight else {"old"})
+
+    def parts_of_row(self, run: RunConfig) -> tuple[int, int]:
+        return self.timesteps_per_image, 1
 
     def decoder_backwards(self, run: RunConfig) -> int:
         return int(any(entry.gradient_weight for entry in run.rewards.values()))

@@ -25,7 +25,7 @@ all groups, the batch; `rollout.preset: reference` sets both); a rollout without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -62,7 +62,9 @@ def train_epoch(session: Session, algorithm: NftConfig) -> None:
         for step in session.steps(experience, experience.step_of):
             for attempt in step.attempts():
                 with attempt:
-                    prepared = prepare(session, algorithm, experience, step, attempt.chunks())
+                    pieces = session.pieces(algorithm.timesteps_per_image)
+                    forwards = [(rows, piece) for rows in attempt.chunks() for piece in pieces]
+                    prepared = prepare(session, algorithm, experience, step, forwards)
                     for micro in attempt.micro_batches(prepared):
                         attempt.backward(*implicit_policies_loss(run, algorithm, experience, micro, step.total))
             if step.ends_epoch:
@@ -77,6 +79,7 @@ class Micro(NamedTuple):
 
     Attributes:
         rows: [B] indices into the experience.
+        piece: W of the noised copies of each row.
         noised: makes B x W noised copies, row-major, the same at each call. They are not kept between forwards: the
             conditions of a step would fill a GPU.
         old: [B · W, C, h, w] as the network predicts; None while the policy is the old one (`Step.fresh`).
@@ -84,18 +87,24 @@ class Micro(NamedTuple):
     """
 
     rows: Tensor
+    piece: range
     noised: Callable[[], NoisedRows]
     old: Tensor | None
     reference: Tensor | None
 
 
 def prepare(
-    session: Session, algorithm: NftConfig, experience: Experience, step: Step, chunks: tuple[Tensor, ...]
+    session: Session,
+    algorithm: NftConfig,
+    experience: Experience,
+    step: Step,
+    forwards: Sequence[tuple[Tensor, range]],
 ) -> list[Micro]:
-    """Compute the predictions of the snapshots for every row of a step, before the policy's first forward: weights must
-    not be swapped between a forward and its backward."""
+    """Compute the predictions of the snapshots for every forward of a step (rows, and a piece of their noised copies),
+    before the policy's first forward: weights must not be swapped between a forward and its backward."""
     run, position = session.run, session.progress.position
-    noised = [partial(noised_rows, run, algorithm, experience, rows, position) for rows in chunks]
+    run.encoded_for_denoising.encode(step.positions)
+    noised = [partial(noised_rows, run, algorithm, experience, *forward, position) for forward in forwards]
     old: list[Tensor | None] = [None] * len(noised)
     reference: list[Tensor | None] = [None] * len(noised)
     with run.clock.part("train_forward"):
@@ -105,27 +114,30 @@ def prepare(
         if algorithm.kl_weight:
             with run.policy.use("reference"):
                 reference = [predict(run, make()) for make in noised]
-    return [Micro(*parts) for parts in zip(chunks, noised, old, reference, strict=True)]
+    return [Micro(*forward, *parts) for forward, *parts in zip(forwards, noised, old, reference, strict=True)]
 
 
-def noised_rows(run: Run, algorithm: NftConfig, experience: Experience, rows: Tensor, position: int) -> NoisedRows:
-    """W noised copies of each of B rows.
+def noised_rows(
+    run: Run, algorithm: NftConfig, experience: Experience, rows: Tensor, piece: range, position: int
+) -> NoisedRows:
+    """W noised copies of each of B rows, those of a piece.
 
     Args:
         position: optimizer step of the epoch, a part of their seeds.
     """
     condition = run.encoded_for_denoising.conditions(experience.position[rows].tolist(), run.engine.device)
     generators = row_generators(experience.seed[rows], "nft", position)
-    return noised_copies(run, experience.latents[rows, 0], condition, generators, algorithm.timesteps_per_image)
+    return noised_copies(run, experience.latents[rows, 0], condition, generators, algorithm.timesteps_per_image, piece)
 
 
 def implicit_policies_loss(
     run: Run, algorithm: NftConfig, experience: Experience, micro: Micro, total: Tensor
 ) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
-    """The loss of one forward of B x W rows -> (loss, metrics, rows that count)."""
+    """The loss of one forward of B x W rows -> (loss, metrics, rows that count, by the share of their copies that the
+    piece is)."""
     device, copies, noised = run.engine.device, algorithm.timesteps_per_image, micro.noised()
-    weight = experience.weight[micro.rows].to(device)
-    wide_weight = weight.repeat_interleave(copies)
+    weight, width = experience.weight[micro.rows].to(device), len(micro.piece)
+    wide_weight = weight.repeat_interleave(width)
     row_weight = wide_weight / noised.schedule.velocity_gain(noised.time)
     region = objective_region(algorithm, noised.condition, run.model.spec.downsampling)
     prediction = predict(run, noised)
@@ -137,7 +149,7 @@ def implicit_policies_loss(
         x_t,
         noised.x0,
         sigma,
-        experience.advantages[micro.rows].to(device).repeat_interleave(copies),
+        experience.advantages[micro.rows].to(device).repeat_interleave(width),
         algorithm.mix,
         algorithm.advantage_clip,
         algorithm.mode,
@@ -146,14 +158,14 @@ def implicit_policies_loss(
         total * copies,
     )
     if len(experience.gradient):
-        pull = experience.gradient[micro.rows].to(device).repeat_interleave(copies, 0)
+        pull = experience.gradient[micro.rows].to(device).repeat_interleave(width, 0)
         loss = loss + linear_loss(velocity, pull, -sigma, region, row_weight, total * copies)[0]
     if micro.reference is not None:
         counted = region_of_kept(region, wide_weight)
         kl = row_mean(within(prediction - micro.reference, counted) ** 2, counted)
         loss = loss + algorithm.kl_weight * weighted_mean(kl, wide_weight, total * copies)
         values["kl"] = weighted_mean(kl.detach(), wide_weight)
-    return loss, values, weight.sum()
+    return loss, values, weight.sum() * (width / copies)
 
 
 def predict(run: Run, rows: NoisedRows) -> Tensor:

@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -112,6 +114,17 @@ def load_weights(model: Any, folder: Path) -> None:
                 "algorithm.trl.lora_r changed since?"
             )
         tensor.data.copy_(saved[name])
+
+
+def saved_dtype(folder: Path) -> torch.dtype | None:
+    """Dtype of the first weight in a folder; None where none can be read, which loading them reports."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as tensors:
+                return next((tensors.get_tensor(name).dtype for name in tensors.keys()), None)  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return None
+    return None
 
 
 def _saved_weights(model: Any, folder: Path) -> dict[str, Tensor]:

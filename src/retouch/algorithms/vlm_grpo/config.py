@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 
 from retouch.algorithms.base import AlgorithmSection
 from retouch.algorithms.vlm_grpo import trl_options
-from retouch.config.base import Count
+from retouch.config.base import EARLIER_DEFAULTS, Count
 from retouch.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -294,7 +294,10 @@ class VlmGrpoConfig(AlgorithmSection):
             field = None if section is None else type(section).model_fields.get(name)
             value = getattr(section, name, None)
             beside: dict[str, Any] = dict(section) if section is not None else {}
-            if field is not None and value != field.get_default(call_default_factory=True, validated_data=beside):
+            if field is None:
+                continue
+            default = field.get_default(call_default_factory=True, validated_data=beside)
+            if value not in (default, EARLIER_DEFAULTS.get(dotted, default)):
                 shown = str(value).lower() if isinstance(value, bool) else repr(value)
                 given = f" {shown}" if isinstance(value, str | int | float) else ""
                 raise ValueError(f"{dotted}: given{given}, but {why}")

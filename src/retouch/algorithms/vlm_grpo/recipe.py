@@ -114,6 +114,17 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
             trainer.stop_without_rewards(error)
 
 
+def leave_out_of_backward(tower: Any) -> None:
+    """Freeze the vision tower. With gradient checkpointing, transformers makes the output of every embedding require a
+    gradient; behind the patch embedding nothing needs one."""
+    tower.requires_grad_(False)
+    tower.get_input_embeddings = _no_embedding
+
+
+def _no_embedding() -> None:
+    """The answer of a model without an embedding, which transformers passes over."""
+
+
 class VlmTrainer(RunTrainer):
     """The trainer whose completions are scored by the images that they condition."""
 
@@ -125,7 +136,7 @@ class VlmTrainer(RunTrainer):
         if not algorithm.uses_adapter:
             run.policy.requires_grad_(True)
         if not algorithm.train_vision_tower:
-            run.policy.model.visual.requires_grad_(False)
+            leave_out_of_backward(run.policy.model.visual)
         if run.tokenizer.padding_side != "left":
             raise ValueError("the tokenizer pads on the right, which misaligns images in a batch")
         self.rows = Rows(run)

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch.utils.data import Sampler
-from transformers import AutoTokenizer, ProcessorMixin, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+from transformers import (
+    AutoTokenizer,
+    ProcessorMixin,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessorPil,
+)
 from transformers.utils.hub import cached_file
 
 from retouch.algorithms.vlm_grpo.config import VlmDerived, VlmGrpoConfig
@@ -36,7 +42,8 @@ from retouch.observe.timing import stopwatch
 from retouch.prompts import PromptCheck
 from retouch.rewards.table import RewardTable
 from retouch.texts import require_texts_of
-from retouch.training.build import can_begin, is_held_out
+from retouch.training.beginning import can_begin
+from retouch.training.build import is_held_out
 from retouch.types import Example
 
 
@@ -168,15 +175,19 @@ def open_run(
     run_dir: RunDir,
     clock: Stopwatch,
     eval_is_held_out: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> VlmRun:
     """Load the networks of a run.
+
+    Args:
+        dtype: of the policy; None for that of training.
 
     Raises:
         ModelFilesError: a component is missing or of another class.
     """
     algorithm = config.algorithm
     assert isinstance(algorithm, VlmGrpoConfig)
-    policy, processor, task = load_policy(config)
+    policy, processor, task = load_policy(config, dtype)
     return VlmRun(
         config=config,
         algorithm=algorithm,
@@ -207,17 +218,19 @@ def load_diffusion_model(config: RunConfig, device: Any) -> QwenModel:
     return model
 
 
-def load_policy(config: RunConfig) -> tuple[Any, Any, Task]:
+def load_policy(config: RunConfig, dtype: torch.dtype | None = None) -> tuple[Any, Any, Task]:
     """The text encoder of a run file, its processor, and the task of its chat.
 
-    Its weights are fp32 for full fine-tuning; under an adapter they have `model.dtype`.
+    Args:
+        dtype: of its weights; None for that of training: fp32 for full fine-tuning, under an adapter `model.dtype`.
 
     Raises:
         ModelFilesError: a component is missing or of another class.
     """
     assert isinstance(config.algorithm, VlmGrpoConfig)
     path = component_path(config.model.path, config.model.family)
-    dtype = DTYPES[config.model.dtype] if config.algorithm.uses_adapter else torch.float32
+    if dtype is None:
+        dtype = DTYPES[config.model.dtype] if config.algorithm.uses_adapter else torch.float32
     with reading_variant(config.model.weights_variant):
         policy = load_component(Qwen2_5_VLForConditionalGeneration, path, "text_encoder", dtype)
     # saved under the names of its files: under ZeRO-3 transformers would undo renamings that it never did
@@ -241,7 +254,7 @@ def name_for_vllm(run: VlmRun) -> None:
         folder.mkdir(parents=True)
         path = component_path(run.config.model.path, run.config.model.family)
         found: Any = cached_file(path, "config.json", subfolder="text_encoder")
-        run.processor.save_pretrained(folder)  # before the links, through which it would write into the model
+        _with_images(run).save_pretrained(folder)  # before the links, through which it would write into the model
         written = {file.name for file in folder.iterdir()}
         for file in Path(found).parent.iterdir():
             if file.name not in written:
@@ -252,6 +265,22 @@ def name_for_vllm(run: VlmRun) -> None:
                 stock = text.replace(ImageTextProcessor.__name__, Qwen2_5_VLProcessor.__name__)
                 file.write_text(stock, encoding="utf-8")
     run.policy.name_or_path = run.policy.config.name_or_path = str(folder)
+
+
+def _with_images(run: VlmRun) -> Any:
+    """The run's processor. vLLM asks a vision-language model for one of images although `qwen_image` is given text
+    alone: beside a tokenizer it is that of the released model, with the patches of the policy."""
+    if isinstance(run.processor, ProcessorMixin):
+        return run.processor
+    vision = run.policy.config.vision_config
+    images = Qwen2VLImageProcessorPil(
+        patch_size=vision.patch_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        merge_size=vision.spatial_merge_size,
+        min_pixels=56 * 56,
+        max_pixels=3584 * 3584,
+    )
+    return ImageTextProcessor(images, run.processor, run.processor.chat_template)
 
 
 class PromptOrder(Sampler[int]):

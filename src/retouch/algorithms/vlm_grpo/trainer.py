@@ -83,9 +83,12 @@ def trl_arguments(config: RunConfig) -> GRPOConfig:
         "report_to": "none",
     }
     try:
-        return GRPOConfig(**options)
+        arguments = GRPOConfig(**options)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"algorithm.trl: {error}") from None
+    # without a launcher transformers counts every GPU of the machine, and TRL refuses more than one: a process has one
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
 
 
 def _launched_with(engine: str) -> bool:
@@ -159,6 +162,14 @@ class RunTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.save(pinned=False)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write `weights/`. Under ZeRO-1 and 2 every process has the adapter whole: the trainer would first copy all
+        weights of the text encoder into host memory, on every process."""
+        if self.is_deepspeed_enabled and self.args.deepspeed_plugin.zero_stage < 3 and self.run.algorithm.uses_adapter:
+            self._save(output_dir)
+        else:
+            super().save_model(output_dir, _internal_call)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load_weights(self.model if model is None else model, Path(resume_from_checkpoint) / "weights")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,13 @@ import torch
 from peft import PeftModel
 from PIL import Image
 
-from retouch.algorithms.vlm_grpo.checkpoint import load_weights
+from retouch.algorithms.vlm_grpo.checkpoint import load_weights, saved_dtype
 from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.algorithms.vlm_grpo.run import VlmRun, open_run
 from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, evaluation_of
 from retouch.config import RunConfig
 from retouch.data.dataset import Dataset
+from retouch.families.loading import DTYPES
 from retouch.imaging import write_png
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.table import RewardTable
@@ -23,8 +24,13 @@ from retouch.rollout.sampler import require_drawn
 from retouch.training.evaluation import Evaluation
 
 
-def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards: RewardTable, device: Any) -> VlmRun:
+def open_trained(
+    config: RunConfig, data: Dataset, weights: Path | None, rewards: RewardTable, device: Any, dtype: torch.dtype
+) -> VlmRun:
     """A run with trained weights in its policy; None: the base.
+
+    Args:
+        dtype: of `evaluated_dtype`.
 
     Raises:
         ModelFilesError, CheckpointError: files that are missing or of another model.
@@ -32,13 +38,25 @@ def open_trained(config: RunConfig, data: Dataset, weights: Path | None, rewards
     algorithm = config.algorithm
     assert isinstance(algorithm, VlmGrpoConfig)
     derived, run_dir = _one_process(algorithm).derive(config), RunDir(config, main=False)
-    run = open_run(config, device, derived, data, data, rewards, run_dir, Stopwatch())
+    run = open_run(config, device, derived, data, data, rewards, run_dir, Stopwatch(), dtype=dtype)
     run.policy.to(device).eval().requires_grad_(False)
     if weights is not None and (weights / "adapter_config.json").is_file():
         run.policy = PeftModel.from_pretrained(run.policy, str(weights)).eval()
     if weights is not None:
         load_weights(run.policy, weights)  # an adapter again, exactly: from_pretrained ignores names that do not match
+    lowered = DTYPES.get(config.training.mixed_precision, torch.float32)
+    if not algorithm.uses_adapter and dtype == torch.float32 != lowered:
+        # the trainer samples whole fp32 weights under autocast, and adapters and DeepSpeed's weights without
+        run.policy.forward = torch.autocast(torch.device(device).type, lowered)(run.policy.forward)
     return run
+
+
+def evaluated_dtype(config: RunConfig, weights: Iterable[Path | None]) -> torch.dtype:
+    """Dtype of the text encoder in the evaluations of a run, by its weights: bf16 under ZeRO-3, else fp32 where all
+    weights are trained, and `model.dtype` under an adapter. Another dtype would sample other completions."""
+    assert isinstance(config.algorithm, VlmGrpoConfig)
+    stored = (saved_dtype(folder) for folder in weights if folder is not None and not config.algorithm.uses_adapter)
+    return next((dtype for dtype in stored if dtype is not None), DTYPES[config.model.dtype])
 
 
 def evaluate_trained(
@@ -48,8 +66,10 @@ def evaluate_trained(
     examples = data[: config.evaluation.num_examples]
     rounds = range(images or config.evaluation.images_per_example)
 
+    dtype = evaluated_dtype(config, weights.values())
+
     def evaluated(folder: Path | None) -> Evaluation:  # frees its networks before the next ones are loaded
-        run = open_trained(config, data, folder, rewards, _device())
+        run = open_trained(config, data, folder, rewards, _device(), dtype)
         scorer = CompletionScorer(run)
         return evaluation_of([scorer.complete(run.policy, examples, 0, "eval", k, score=True) for k in rounds])
 
@@ -65,12 +85,14 @@ def sample_trained(
     steps: int | None,
     path_of: Callable[[int], Path],
     about: Callable[[int], Mapping[str, str]] = lambda _: {},
+    dtype: torch.dtype | None = None,
 ) -> list[Path]:
     """Generate completions and images for every example: a PNG each, with its completion in a text file beside it.
 
     Args:
         path_of: from the id of an example to the path of its next image.
         about: from the id of an example to the texts that its images hold.
+        dtype: of `evaluated_dtype`; None for that of these weights.
 
     Returns:
         Paths of the images.
@@ -78,7 +100,8 @@ def sample_trained(
     steps = steps or config.evaluation.num_steps
     if steps is not None:
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_steps": steps})})
-    run = open_trained(config, data, weights, RewardTable({}, config.reward_client), _device())
+    dtype = dtype or evaluated_dtype(config, [weights])
+    run = open_trained(config, data, weights, RewardTable({}, config.reward_client), _device(), dtype)
     scorer, written = CompletionScorer(run), list[Path]()
     for position in range(len(data)):
         example = data[position]
@@ -94,7 +117,7 @@ def sample_trained(
 
 
 def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
 
 
 def _one_process(algorithm: VlmGrpoConfig) -> VlmGrpoConfig:

@@ -32,6 +32,7 @@ class QwenModel(FamilyModel):
     """Networks, latents and conditions of a family; encoding of examples is the family's own."""
 
     autoencoder_class = QwenAutoencoder
+    on_host = frozenset({"text_mask"})
 
     @classmethod
     def load_network(cls, config: QwenSection, path: str, dtype: torch.dtype) -> nn.Module:
@@ -92,18 +93,16 @@ class QwenModel(FamilyModel):
             wants = "needs images to edit" if "source" in self.spec.needs else "takes no images to edit"
             raise ValueError(f"{self.spec.family} {wants}; given {len(pictures[0]) if pictures else 0} a row")
         longest = max(len(states) for states in (*text, *negative))
-        states, mask = padded([states.to(self.device) for states in text], longest)
+        states, mask = padded(text, longest)
         tensors = {
             "text": states,
             "text_mask": mask,
             "guidance": torch.full((len(text),), float(guidance_scale), dtype=torch.float32),
         }
         if negative:
-            tensors["negative_text"], tensors["negative_text_mask"] = padded(
-                [states.to(self.device) for states in negative], longest
-            )
+            tensors["negative_text"], tensors["negative_text_mask"] = padded(negative, longest)
         tensors |= picture_tensors(pictures)
-        return Condition(tensors, None, size).to(self.device)
+        return Condition(tensors, None, size, self.on_host).to(self.device)
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Velocity [B, C, h, w] at sigma `t` [B]: by classifier-free guidance whose result is scaled back, token by
@@ -138,20 +137,21 @@ they are batched with, and a compiled network is compiled for few shapes."""
 
 
 def without_common_padding(states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Text states [B, S, D] padded on the right, with a mask [B, S] -> [B, S', D] and [B, S'] bool, S' the multiple of
-    BUCKET (S at most) that holds the longest row; None in place of a mask without padding, which attention takes
-    faster."""
+    """Text states [B, S, D] padded on the right, with a mask [B, S] that is best on the CPU -> [B, S', D] and [B, S']
+    bool, S' the multiple of BUCKET (S at most) that holds the longest row; None in place of a mask without padding,
+    which attention takes faster."""
     counts: list[int] = (mask > 0).sum(1).tolist()
     length = min(-(-max(counts) // BUCKET) * BUCKET, mask.shape[1])
-    kept = None if min(counts) == length else mask[:, :length] > 0
+    kept = None if min(counts) == length else (mask[:, :length] > 0).to(states.device)
     return states[:, :length], kept
 
 
 def padded(rows: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor]:
-    """States [L, D] of B rows -> [B, length, D] filled up with zeros, and [B, length] 1 where there is no padding."""
+    """States [L, D] of B rows -> [B, length, D] filled up with zeros, and on the CPU [B, length], 1 where there is no
+    padding."""
     states = torch.stack([nn.functional.pad(row, (0, 0, 0, length - len(row))) for row in rows])
     counts = torch.tensor([[len(row)] for row in rows], dtype=torch.int64)
-    return states, (torch.arange(length, dtype=torch.int64) < counts).to(states)
+    return states, (torch.arange(length, dtype=torch.int64) < counts).to(states.dtype)
 
 
 def unpadded(states: Tensor, mask: Tensor) -> list[Tensor]:

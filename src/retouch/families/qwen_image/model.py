@@ -72,7 +72,7 @@ class QwenImage(QwenModel):
             **reference_inputs(examples, self.image_encoder, self.device),
         }
         blending, mask, size = blending_inputs(self, examples)
-        return Condition(tensors | blending, mask, size)
+        return Condition(tensors | blending, mask, size, self.on_host)
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Velocity [B, C, h, w] at sigma `t` [B]: by classifier-free guidance whose result is scaled back, token by

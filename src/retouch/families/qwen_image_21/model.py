@@ -85,6 +85,7 @@ class QwenImage21(FamilyModel):
 
     section = QwenImage21Model
     autoencoder_class = QwenImage21Autoencoder
+    on_host = frozenset({"text_kinds"})
 
     @classmethod
     def text_encoders(
@@ -162,20 +163,20 @@ class QwenImage21(FamilyModel):
                 "encoder reads with the prompt; set model.embeddings=null"
             )
         tensors = {
-            **text.encode([_text(e.prompt, row) for e, row in zip(examples, sources, strict=True)]),
+            **text.encode([_text(e.prompt, row) for e, row in zip(examples, sources, strict=True)], self.on_host),
             "guidance": torch.full((len(examples),), guidance_scale, dtype=torch.float32, device=self.device),
         }
         if guidance_scale > 1:
-            negative = text.encode([_text(self.spec.empty_prompt, row) for row in sources])
+            negative = text.encode([_text(self.spec.empty_prompt, row) for row in sources], self.on_host)
             tensors |= {f"negative_{name}": t for name, t in negative.items()}
         if not sources[0]:
             _, mask, size = blending_inputs(self, examples)
-            return Condition(tensors, mask, size)
+            return Condition(tensors, mask, size, self.on_host)
         tensors |= picture_tensors([[self._latents(source) for source in row] for row in sources])
         mask = optional_masks(examples, self.spec, self.device)
         if mask is not None:
             tensors["mask_cells"] = mask_cells(self, mask)
-        return Condition(tensors, mask, (sources[0][0].height, sources[0][0].width))
+        return Condition(tensors, mask, (sources[0][0].height, sources[0][0].width), self.on_host)
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Velocity [B, C, h, w] at sigma `t` [B], by classifier-free guidance; outside a mask the one that leads to the
@@ -200,7 +201,8 @@ class QwenImage21(FamilyModel):
         for length, rows in sorted(rows_of.items()):
             of_length = [image[rows] for image in images]
             text = tensors[name][rows, :length].to(self.dtype)
-            found.append(self._forward(network, of_length, t[rows], text, kinds[rows[0], :length] == SLOT))
+            slots = (kinds[rows[0], :length] == SLOT).to(x.device)
+            found.append(self._forward(network, of_length, t[rows], text, slots))
         order = torch.tensor(
             [row for _, rows in sorted(rows_of.items()) for row in rows], dtype=torch.int64, device=x.device
         )

@@ -100,15 +100,15 @@ class QwenImageEdit(QwenModel):
             )
         images = [[self.shown(source) for source in row] for row in sources]
         tensors = {
-            **text.encode([Shown.of(e.prompt, row) for e, row in zip(examples, images, strict=True)]),
+            **text.encode([Shown.of(e.prompt, row) for e, row in zip(examples, images, strict=True)], self.on_host),
             "guidance": torch.full((len(examples),), guidance_scale, dtype=torch.float32, device=self.device),
             **picture_tensors([[self.encode_picture(source) for source in row] for row in sources]),
         }
         if guidance_scale > 1:
-            negative = text.encode([Shown.of(NEGATIVE, row) for row in images])
+            negative = text.encode([Shown.of(NEGATIVE, row) for row in images], self.on_host)
             tensors |= {f"negative_{name}": t for name, t in negative.items()}
         size = (sources[0][0].height, sources[0][0].width)
-        return Condition(tensors, optional_masks(examples, self.spec, self.device), size)
+        return Condition(tensors, optional_masks(examples, self.spec, self.device), size, self.on_host)
 
     def _sources(self, example: Example) -> list[Image]:
         """The image that is edited, then the others that `edit_plus` reads."""

@@ -36,6 +36,7 @@ class ZImage(FamilyModel):
     """The family protocol (`retouch.types.DiffusionModel`) for Z-Image, with a source and mask or without."""
 
     section = ZImageModel
+    on_host = frozenset({"text_length"})
 
     @classmethod
     def text_encoders(cls, config: ZImageModel, path: str, network: Networks, *, embedded: bool) -> Mapping[str, Any]:
@@ -88,7 +89,7 @@ class ZImage(FamilyModel):
         """
         self.require_guidance(guidance_scale)
         blending, mask, size = blending_inputs(self, examples)
-        return Condition(self.guided_texts(examples, guidance_scale) | blending, mask, size)
+        return Condition(self.guided_texts(examples, guidance_scale) | blending, mask, size, self.on_host)
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Velocity [B, C, h, w] at sigma `t` [B], by classifier-free guidance; outside the mask the one that leads to
