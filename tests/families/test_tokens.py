@@ -158,6 +158,7 @@ def warnings_of(family: str, path: Path) -> list[str]:
             "name": "t",
             "model": {"family": family, "path": str(path)},
             "data": {"format": "self_bench", "path": "signs", "resolution": [64, 64]},
+            "algorithm": {"name": "grpo"},
             "rewards": {"jpeg_size": {}},
         }
     )
