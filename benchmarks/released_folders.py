@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import inspect
 import io
 import json
 import os
@@ -84,7 +85,7 @@ def write_folder(folder: Path, family: str, *, tiny: bool = False, seed: int = 0
                 network = make_network(spec, name, kind)
             network = fill(network, torch.device("cpu"), dtype, generator, repeats=True)
         options: dict[str, Any] = {"variant": "fp16"} if family in VARIANT else {}
-        network.save_pretrained(folder / name, max_shard_size="300KB" if tiny else SHARD, **options)
+        network.save_pretrained(folder / name, max_shard_size="80KB" if tiny else SHARD, **options)
         index[name] = ["diffusers" if hasattr(diffusers, kind) else "transformers", kind]
         del network
     for name, part in toy.components.items():
@@ -229,8 +230,8 @@ def commands(work: Path, family: str, *, stores: bool) -> dict[str, list[object]
         "train": ["train", file],
         "sample": ["sample", "--run", run, "--data", work / "held_out", "--out", work / "samples", "--steps", "1"],
         "eval": ["eval", "--run", run],
-        "export diffusers-lora": ["export", run, "--format", "diffusers-lora", "--out", work / "lora"],
-        "export diffusers": ["export", run, "--format", "diffusers", "--out", work / "whole"],
+        "export diffusers-lora": ["export", run, "--to", "diffusers-lora", "--out", work / "lora"],
+        "export diffusers": ["export", run, "--to", "diffusers", "--out", work / "whole"],
     }
     return listed if stores else {name: call for name, call in listed.items() if name != "data precompute"}
 
@@ -277,15 +278,7 @@ def read_exports(family: str, work: Path) -> tuple[int, str]:
         network = kind.from_pretrained(work / "whole", subfolder=spec.network_name, dtype=torch.bfloat16)
         [adapter] = (work / "lora").glob("*.safetensors")
         whole = getattr(diffusers, json.loads((work / "whole/model_index.json").read_text("utf-8"))["_class_name"])
-        state = (
-            whole.lora_state_dict(str(adapter), unet_config=network.config)
-            if spec.network_name == "unet"
-            else (whole.lora_state_dict(str(adapter)))
-        )
-        weights = state[0] if isinstance(state, tuple) else state
-        getattr(whole, f"load_lora_into_{spec.network_name}")(
-            weights, **{"network_alphas": state[1]} if isinstance(state, tuple) else {}, **{spec.network_name: network}
-        )
+        read_adapter(whole, spec.network_name, network, adapter)
         if not spec.has_processor:  # whose class needs torchvision
             diffusers.DiffusionPipeline.from_pretrained(
                 work / "whole", dtype=torch.bfloat16, variant="fp16" if family in VARIANT else None
@@ -293,6 +286,15 @@ def read_exports(family: str, work: Path) -> tuple[int, str]:
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         return 1, f"{type(error).__name__}: {error}"
     return 0, ""
+
+
+def read_adapter(pipeline: Any, name: str, network: Any, file: Path) -> None:
+    """Load a LoRA file as `pipeline.load_lora_weights` does; pipelines differ in what they ask beside the weights."""
+    state = pipeline.lora_state_dict(str(file), **{"unet_config": network.config} if name == "unet" else {})
+    weights, alphas = state if isinstance(state, tuple) else (state, None)
+    load = getattr(pipeline, f"load_lora_into_{name}")
+    asks = "network_alphas" in inspect.signature(load).parameters
+    load(weights, **{"network_alphas": alphas} if asks else {}, **{name: network})
 
 
 def main() -> None:
