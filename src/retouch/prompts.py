@@ -187,7 +187,7 @@ def require_read(run: RunConfig, section: DataSection, item: ItemFiles) -> None:
 
 
 def rare_characters(prompts: Iterable[str]) -> list[str]:
-    """Characters of prompts that a vocabulary may lack: all but white space, and letters and digits of ASCII."""
+    """Characters of prompts that a vocabulary may not have: all but white space, and letters and digits of ASCII."""
     used = set[str]().union(*prompts)
     return sorted(c for c in used if not c.isspace() and not (c.isascii() and c.isalnum()))
 
