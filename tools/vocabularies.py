@@ -291,7 +291,7 @@ def listed(text: Any) -> list[str]:
 def _given_by_diffusers(family: str, folder: Path, part: str, prompt: str) -> list[int]:
     """Ids that diffusers' pipeline gives a text encoder."""
     pipe, number = _pipeline(family, folder), part.removeprefix("text_encoder")
-    calls: dict[str, Callable[[], object]] = {
+    calls: dict[str, Callable[..., object]] = {
         "sd_inpaint": lambda: pipe.encode_prompt(prompt, "cpu", 1, False),
         "qwen_image": lambda: pipe._get_qwen_prompt_embeds(prompt, "cpu", torch.float32),
         "qwen_image_edit": lambda: pipe._get_qwen_prompt_embeds(prompt, IMAGE, "cpu", torch.float32),

@@ -253,9 +253,9 @@ def grey_words(image: Image.Image) -> NDArray[np.uint16]:
     levels = np.asarray(ImageOps.exif_transpose(image)).clip(0, 65535).astype(np.uint16)
     tags: Mapping[int, object] = getattr(image, "tag_v2", {})
     if tags.get(_BITS) == (12,):  # Pillow leaves them as they are
-        levels = levels << 4 | levels >> 8
+        levels = (levels << 4 | levels >> 8).astype(np.uint16)
     return (
-        65535 - levels if tags.get(_PHOTOMETRIC) == 0 else levels
+        np.uint16(65535) - levels if tags.get(_PHOTOMETRIC) == 0 else levels
     )  # 0 is white, which Pillow heeds up to 8 bits alone
 
 

@@ -190,6 +190,8 @@ def test_the_numbers_of_its_comments_follow_from_its_options(path: Path) -> None
         r"costs (\d) requests?:": requests_per_image(run),
         r"(\d+) GB each": saved_gb(run),
         r"the (\d+) servers that `check` counts": cost(run, devices_of(path)).replicas,
+        r"`check` counts (\d+) servers beside": cost(run, devices_of(path)).replicas,
+        r"(\d+) for each machine of eight": cost(run, 8).replicas,
     }
     for pattern, value in expected.items():
         for number in re.findall(pattern, text):

@@ -72,7 +72,7 @@ class FamilyModel(ABC):
     kept_texts: ClassVar[int] = CACHE_SIZE
     """Prompts whose tensors are kept."""
     on_host: ClassVar[frozenset[str]] = frozenset()
-    """Of conditions, see `Condition`: tensors of the text encoders that tell how long prompts are."""
+    """Names of a condition's tensors that stay on the host (see `Condition`): they hold the lengths of prompts."""
 
     def __init__(
         self,

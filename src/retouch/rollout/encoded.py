@@ -107,7 +107,7 @@ class EncodedData:
             return replace(rows[0], tensors=tensors, mask=torch.cat(masks) if masks else None).to(device)
 
     def encode(self, positions: Sequence[int], uncaptioned: Sequence[bool] | None = None) -> None:
-        """Encode now what `conditions` will be asked for in parts: text encoders that wait on the CPU are then moved to
+        """Encode now what `conditions` will return in parts: text encoders that wait on the CPU are then moved to
         the device once, and not beside the gradients of a step."""
         with self.clock.part("text"):
             self._rows(positions[:CAPACITY], uncaptioned and uncaptioned[:CAPACITY])

@@ -75,7 +75,8 @@ def supervised_loss(
 
 
 def row_draws(shape: Sequence[int], seeds: Sequence[int], objective: Objective) -> tuple[Tensor, Tensor, list[bool]]:
-    """Of each row by its seed: noise of this shape, a uniform number for its time, and whether it has no caption."""
+    """Random numbers of each row by its seed: noise of this shape, a uniform number for its time, and whether it has
+    no caption."""
     noise, generators = noise_for(shape, seeds)
     uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
     uncaptioned = [

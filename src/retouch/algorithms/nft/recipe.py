@@ -114,7 +114,8 @@ def prepare(
         if algorithm.kl_weight:
             with run.policy.use("reference"):
                 reference = [predict(run, make()) for make in noised]
-    return [Micro(*forward, *parts) for forward, *parts in zip(forwards, noised, old, reference, strict=True)]
+    together = zip(forwards, noised, old, reference, strict=True)
+    return [Micro(rows, piece, make, before, start) for (rows, piece), make, before, start in together]
 
 
 def noised_rows(

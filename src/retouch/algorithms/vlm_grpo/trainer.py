@@ -166,7 +166,8 @@ class RunTrainer(GRPOTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write `weights/`. Under ZeRO-1 and 2 every process has the adapter whole: the trainer would first copy all
         weights of the text encoder into host memory, on every process."""
-        if self.is_deepspeed_enabled and self.args.deepspeed_plugin.zero_stage < 3 and self.run.algorithm.uses_adapter:
+        plugin = self.args.deepspeed_plugin if self.is_deepspeed_enabled else None
+        if plugin is not None and plugin.zero_stage < 3 and self.run.algorithm.uses_adapter:
             self._save(output_dir)
         else:
             super().save_model(output_dir, _internal_call)
