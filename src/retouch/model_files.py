@@ -175,7 +175,7 @@ def _shapes_in(file: Path) -> Shapes:
 def stems(config: Mapping[str, Any]) -> tuple[str, str]:
     """Names of a network's weight files, safetensors and pickled, by its config.json: diffusers writes _class_name,
     transformers does not."""
-    return ("diffusion_pytorch_model",) * 2 if "_class_name" in config else STEMS
+    return ("diffusion_pytorch_model", "diffusion_pytorch_model") if "_class_name" in config else STEMS
 
 
 def incomplete_weights(folder: Path, variant: str | None) -> str | None:
