@@ -208,9 +208,16 @@ def random_weights(device: torch.device, seed: int = 0) -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill(network: nn.Module, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> nn.Module:
+def fill(
+    network: nn.Module, device: torch.device, dtype: torch.dtype, generator: torch.Generator, *, repeats: bool = False
+) -> nn.Module:
     """Weights of a network on the meta device, drawn: matrices with variance 1 / fan-in, so that depth does no harm;
-    scales 1, shifts 0. What modules share they share."""
+    scales 1, shifts 0. What modules share they share.
+
+    Args:
+        repeats: draw a million numbers and repeat them in every matrix, which takes a twentieth of the time.
+    """
+    pool = torch.randn(1_000_003 if repeats else 0, device=device, generator=generator)
     drawn: dict[nn.Parameter, nn.Parameter] = {}
     for module in network.modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -218,7 +225,12 @@ def fill(network: nn.Module, device: torch.device, dtype: torch.dtype, generator
                 value = torch.zeros(parameter.shape, device=device, dtype=dtype)
                 if not key.endswith("bias"):
                     is_matrix = parameter.ndim > 1 and key != "gamma"
-                    value = value.normal_(0, value[0].numel() ** -0.5, generator=generator) if is_matrix else value + 1
+                    std = value[0].numel() ** -0.5 if is_matrix else 1
+                    if is_matrix and repeats:
+                        value = (pool.to(dtype) * std).repeat(-(-value.numel() // len(pool)))[: value.numel()]
+                        value = value.view(parameter.shape).contiguous()
+                    else:
+                        value = value.normal_(0, std, generator=generator) if is_matrix else value + 1
                 drawn[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
             setattr(module, key, drawn[parameter])
     return network.to(device)

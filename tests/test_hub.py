@@ -23,7 +23,7 @@ import retouch
 from retouch import hub
 from retouch.config import ConfigError
 from retouch.data.tables import hub_table
-from retouch.hub import _probe, require_hub
+from retouch.hub import _probe, folder_offline, require_hub
 from tests.command_line import retouch as retouch_here
 
 CLOSED = "http://127.0.0.1:9"
@@ -145,6 +145,15 @@ def test_downloaded_files_are_used_without_the_hub(tmp_path: Path) -> None:
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     with pytest.raises(ConfigError, match=r"^rewards\.clip\.path: given 'some/other'; no such folder, and the hub"):
         require_hub("rewards.clip.path", "some/other")
+
+
+def test_without_the_hub_a_model_is_its_folder_in_the_cache(tmp_path: Path) -> None:
+    made = tmp_path / "hub/models--some--model"
+    (made / "snapshots/abc").mkdir(parents=True)
+    (made / "refs").mkdir()
+    (made / "refs/main").write_text("abc", encoding="utf-8")
+    assert folder_offline("some/model") == str(made / "snapshots/abc")
+    assert [folder_offline(path) for path in ("some/other", str(made))] == ["some/other", str(made)]
 
 
 @contextmanager

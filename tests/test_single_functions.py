@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from retouch import console
 from retouch.benchmarks.geneval import GenEval
@@ -25,6 +27,7 @@ from retouch.data.sampler import derive_seed
 from retouch.data.tables import content_digest
 from retouch.errors import RewardOutage
 from retouch.families.embeddings import EmbeddingCache
+from retouch.model_files import incomplete_weights
 from retouch.observe.kept import kept_rows
 from retouch.observe.statistics import bootstrap_percentiles
 from retouch.rewards.client.exchange import no_answer
@@ -146,3 +149,12 @@ def test_a_prompt_that_a_sample_has_twice_counts_twice() -> None:
     drawn = [row("a", 0, True), row("a", 1, False), row("a", 0, True), row("a", 1, False), row("b", 0, False)]
     found: Mapping[str, float] = GenEval.summary(object.__new__(GenEval), drawn)
     assert found["prompts"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(("length", "problem"), [(88, None), (80, "has 80 bytes, 88 are expected"), (4, "only the")])
+def test_a_file_of_weights_that_is_only_begun_is_named(length: int, problem: str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"_class_name": "Network"}', encoding="utf-8")
+    save_file({"weight": torch.zeros(4)}, tmp_path / "diffusion_pytorch_model.safetensors")
+    os.truncate(tmp_path / "diffusion_pytorch_model.safetensors", length)
+    found = incomplete_weights(tmp_path, None)
+    assert (found is None) == (problem is None) and (problem or "") in (found or "")

@@ -35,7 +35,7 @@ from tools.fragments import Place, Tree, locate, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tools" / "mutants.toml"
-COPIED = ("src", "tests", "benchmarks", "configs", "pyproject.toml")
+COPIED = ("src", "tests", "tools", "benchmarks", "configs", "pyproject.toml")
 TIMEOUT_S = 600
 
 PASSED, FAILED, ELSEWHERE = 0, 1, 70

@@ -219,9 +219,11 @@ def given(call: Callable[[], object]) -> list[int]:
 
 
 def what_encoders_read(family: str, folder: Path, prompts: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
-    """Text encoder -> of each prompt: the ids that it gets, its count, and its count up to the end of the prompt."""
+    """Text encoder -> of each prompt: the ids that it gets, its count, and its count up to the end of the prompt and of
+    its first character; and the characters that it has no tokens for."""
     from retouch.families.loading import family_class
     from retouch.families.qwen.text import Shown
+    from retouch.prompts import rare_characters
 
     kind = family_class(family)
     config = kind.section.model_validate({"path": str(folder)})
@@ -235,6 +237,8 @@ def what_encoders_read(family: str, folder: Path, prompts: Sequence[str]) -> dic
             ],
             "counts": encoder.reader.counts(prompts, images),
             "open": encoder.reader.counts(prompts, images, closed=False),
+            "first": encoder.reader.counts([prompt[:1] for prompt in prompts], images, closed=False),
+            "unknown": encoder.reader.unknown(rare_characters(prompts)),
         }
         for name, encoder in sorted(by_name.items())
     }

@@ -63,6 +63,48 @@ def require_hub(key: str, path: str, kind: Kind = "models") -> None:
         )
 
 
+def folder_offline(path: str) -> str:
+    """The snapshot of a hub id in the cache where the hub cannot be reached; any other path as it is.
+
+    diffusers 0.42 asks the hub which files there are before it reads weights of several files, in its offline mode too.
+    """
+    if not is_hub_id(path) or hub_problem() is None:
+        return path
+    return snapshot(path) or path
+
+
+def snapshot(hub_id: str) -> str | None:
+    """Folder of the newest commit of a hub id in the cache; None without one."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(hub_id, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+
+
+def refusal(error: BaseException, hub_id: str) -> str | None:
+    """Why the hub does not give a repository, and the remedy; None for another error.
+
+    diffusers reports a gated repository as an id that is not valid; the hub's own error is the cause of the cause.
+    """
+    kinds = set[str]()
+    seen: BaseException | None = error
+    while seen is not None:
+        kinds |= {kind.__name__ for kind in type(seen).__mro__}
+        seen = seen.__cause__ or seen.__context__
+    if "GatedRepoError" in kinds:
+        return (
+            f"the hub gives {hub_id} only to accounts that accepted its terms; accept them on its page, and set "
+            "HF_TOKEN to a token of that account"
+        )
+    if "RevisionNotFoundError" in kinds:
+        return f"{hub_id} has no revision main on the hub; give another id, or a folder with its files"
+    if "RepositoryNotFoundError" in kinds:
+        return f"the hub has no {hub_id}, or it is private; check the id, and set HF_TOKEN for a private one"
+    return None
+
+
 def read_variant(read: Callable[..., Loaded], path: str, subfolder: str | None, variant: str | None) -> Loaded:
     """`read` with the weight files of a variant (`model.weights_variant`) where a part has them, else with the plain
     ones."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from retouch import plain_json
 from retouch.errors import ModelFilesError
-from retouch.hub import looks_local
+from retouch.hub import looks_local, variant_hint
 
 if TYPE_CHECKING:
     from retouch.families.base import OtherTransformer
@@ -108,6 +108,99 @@ def schedule_problem(config: Mapping[str, Any]) -> str | None:
     if name := next((name for name in UNSUPPORTED if config.get(name)), None):
         return f"scheduler/scheduler_config.json has {name}, which is not supported; set {name} to false there"
     return None
+
+
+Shapes = dict[str, tuple[int, ...]]
+"""Weight name -> shape."""
+
+
+class Damaged(ValueError):
+    """A file of the model is missing, damaged, or of another kind."""
+
+
+class Incomplete(Damaged):
+    """A file of weights that is missing or only begun, as after a download that was cut."""
+
+
+STEMS = ("model", "pytorch_model")
+"""File names of transformers' weights: safetensors, and pickled."""
+
+
+def weights_of(folder: Path, stem: str, pickled: str, variant: str | None = None) -> Shapes:
+    """Shapes of the weights in a folder, by the headers of its files; empty if only torch reads them.
+
+    Args:
+        variant: `model.weights_variant`, of files that the folder may have.
+
+    Raises:
+        Damaged: no weights, or missing ones.
+    """
+    part = f".{variant}" if variant and any(folder.glob(f"{stem}*.{variant}[.-]*")) else ""
+    index = folder / f"{stem}.safetensors.index{part}.json"
+    if (folder / f"{stem}{part}.safetensors").is_file():
+        return _shapes_in(folder / f"{stem}{part}.safetensors")
+    if index.is_file():
+        placed = json_object(index).get("weight_map", {})
+        shapes = {
+            name: shape for file in sorted(set(placed.values())) for name, shape in _shapes_in(folder / file).items()
+        }
+        lacking = sorted(placed.keys() - shapes.keys())
+        if lacking:
+            raise Incomplete(f"{folder.name}/: {lacking[0]} is in none of the files that its index names")
+        return shapes
+    if (folder / f"{pickled}.bin").is_file() or (folder / f"{pickled}.bin.index.json").is_file():
+        return {}
+    raise Damaged(f"{folder.name}/ has no {stem}{part}.safetensors{variant_hint(str(folder), None)}")
+
+
+def _shapes_in(file: Path) -> Shapes:
+    """Shapes in a safetensors file; its length must match its header."""
+    where = f"{file.parent.name}/{file.name}"
+    if not file.is_file():
+        raise Incomplete(f"no {where}")
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = cast("dict[str, Any]", plain_json.loads(stream.read(min(length, file.stat().st_size))))
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        whole = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Incomplete(f"{where} is no safetensors file, or only the start of one") from None
+    if file.stat().st_size != whole:
+        raise Incomplete(f"{where} has {file.stat().st_size} bytes, {whole} are expected")
+    return shapes
+
+
+def stems(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Names of a network's weight files, safetensors and pickled, by its config.json: diffusers writes _class_name,
+    transformers does not."""
+    return ("diffusion_pytorch_model", "diffusion_pytorch_model") if "_class_name" in config else STEMS
+
+
+def incomplete_weights(folder: Path, variant: str | None) -> str | None:
+    """Which of a network's weight files is missing or only begun; None where all of them are whole, or there are
+    none."""
+    try:
+        weights_of(folder, *stems(json_object(folder / "config.json")), variant)
+    except Incomplete as error:
+        return str(error)
+    except Damaged:
+        return None
+    return None
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        value: object = plain_json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        raise Damaged(f"no {file.parent.name}/{file.name}") from None
+    except ValueError:
+        raise Damaged(f"{file.parent.name}/{file.name} is not valid JSON") from None
+    if not isinstance(value, dict):
+        raise Damaged(f"{file.parent.name}/{file.name} holds no JSON object")
+    return cast("dict[str, Any]", value)
 
 
 def _index(file: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from retouch.data.dataset import all_embedded
 from retouch.errors import shown
 from retouch.lines import parse_lines
 from retouch.model_files import ModelFilesError, component_path
+from retouch.plain_text import some_of
 from retouch.rewards.protocol import quoted_text
 from retouch.texts import reading_rewards
 
@@ -62,7 +63,8 @@ class PromptCheck:
         cut = {name: self._cut(reader, section, items) for name, reader in readers.items()}
         by_all = set[int].intersection(*map(set, cut.values())) if cut else set[int]()
         lost = self._lost(readers, section, {p: items[p] for p in sorted(by_all)})
-        return [self._warning(readers, name, cut, items) for name in readers if cut[name]], lost
+        warnings = [self._warning(readers, name, cut, items) for name in readers if cut[name]]
+        return [*warnings, *self._unknown(readers, items)], lost
 
     def fixed(self) -> list[str]:
         """A warning about each prompt of the run file that is cut."""
@@ -149,6 +151,19 @@ class PromptCheck:
             f"{shown(items[longest].prompt)}); {remedy}"
         )
 
+    def _unknown(self, readers: Readers, items: Sequence[ItemFiles]) -> Iterator[str]:
+        """A warning for each text encoder that has no tokens for characters of the prompts."""
+        prompts = [item.prompt for item in items if item.embedding_path is None]
+        characters = rare_characters(prompts)
+        for name, reader in readers.items():
+            unknown = reader.unknown(characters)
+            if count := sum(not set(unknown).isdisjoint(prompt) for prompt in prompts):
+                yield (
+                    f"{count} of {len(items)} prompts have characters that {name} has no tokens for, and reads as one "
+                    f"unknown token: {some_of(unknown)}; write the prompts without them, or use a model whose text "
+                    "encoder reads bytes, such as qwen_image or z_image"
+                )
+
     def _can_be_longer(self, reader: PromptReader) -> bool:
         """Whether the run file sets the limit of a text encoder, below the largest that it allows."""
         fields: Mapping[str, Any] = type(self.run.model).model_fields
@@ -169,6 +184,12 @@ def require_read(run: RunConfig, section: DataSection, item: ItemFiles) -> None:
         logger.warning("%s", warning)
     if problems:
         raise DataError(problems[0].problem)
+
+
+def rare_characters(prompts: Iterable[str]) -> list[str]:
+    """Characters of prompts that a vocabulary may not have: all but white space, and letters and digits of ASCII."""
+    used = set[str]().union(*prompts)
+    return sorted(c for c in used if not c.isspace() and not (c.isascii() and c.isalnum()))
 
 
 def _counted(reader: PromptReader, asked: Iterable[Asked], *, closed: bool) -> dict[Asked, int]:

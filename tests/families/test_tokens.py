@@ -17,7 +17,10 @@ import torch
 from tools import vocabularies
 from tools.vocabularies import FOLDERS, IMAGE_TOKENS, PROMPTS, RECORDED, what_encoders_read
 
+from retouch.config import parse_run
+from retouch.data.base import ItemFiles
 from retouch.families.qwen.text import PREFIX, prefix_length
+from retouch.prompts import PromptCheck
 from tests import test_extras
 
 DATA: dict[str, Any] = json.loads(RECORDED.read_text(encoding="utf-8"))
@@ -98,6 +101,7 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("retouch.families.loading.read_component", read)
     monkeypatch.setattr("retouch.families.loading.require_hub", lambda key, path: None)
+    monkeypatch.setattr("retouch.prompts.component_path", lambda path, family: path)
 
 
 def folder(family: str, tmp_path: Path) -> Path:
@@ -128,6 +132,39 @@ def test_a_cut_chat_keeps_its_end(family: str, kept: int) -> None:
     short, long = read["ids"][2], read["ids"][-1]
     assert len(long) == kept < read["counts"][-1] + 64
     assert long[-5:] == short[-5:] == [151645, 198, 151644, 77091, 198]  # <|im_end|>, line, <|im_start|>assistant, line
+
+
+@pytest.mark.usefixtures("replaying")
+def test_messages_count_released_tokens(tmp_path: Path) -> None:
+    """CLIP's 77 tokens, T5's 256 in SD3, Qwen's 512; characters without a token of T5."""
+    found = {name: warnings_of(name, folder(name, tmp_path)) for name in ("flux_fill", "sd3", "qwen_image", "z_image")}
+    cut = "{} of 17 prompts are longer than the {} tokens that {} reads, and are cut"
+    assert [text.split(";")[0] for text in found["flux_fill"]][:1] == [cut.format(2, 77, "text_encoder")]
+    assert [text.split(";")[0] for text in found["sd3"]][:3] == [
+        cut.format(2, 77, "text_encoder"),
+        cut.format(2, 77, "text_encoder_2"),
+        cut.format(1, 256, "text_encoder_3"),
+    ]
+    for name in ("qwen_image", "z_image"):
+        assert [text.split(";")[0] for text in found[name]] == [cut.format(1, 512, "text_encoder")]
+    unknown = "10 of 17 prompts have characters that {} has no tokens for, and reads as one unknown token: < "
+    assert found["flux_fill"][1:][0].startswith(unknown.format("text_encoder_2"))
+    assert found["sd3"][3:][0].startswith(unknown.format("text_encoder_3"))
+
+
+def warnings_of(family: str, path: Path) -> list[str]:
+    run = parse_run(
+        {
+            "name": "t",
+            "model": {"family": family, "path": str(path)},
+            "data": {"format": "self_bench", "path": "signs", "resolution": [64, 64]},
+            "algorithm": {"name": "grpo"},
+            "rewards": {"jpeg_size": {}},
+        }
+    )
+    warnings, lost = PromptCheck(run)(run.data, [ItemFiles(i, prompt) for i, prompt in enumerate(PROMPTS)])
+    assert not lost
+    return warnings
 
 
 @pytest.mark.full

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from retouch import plain_json
 from retouch.doctor.line import Line
 from retouch.families.base import Model, OtherTransformer
-from retouch.hub import variant_hint
-from retouch.model_files import has_component, schedule_problem
-
-Shapes = dict[str, tuple[int, ...]]
-"""Weight name -> shape."""
+from retouch.model_files import Damaged, Shapes, has_component, json_object, schedule_problem, stems, weights_of
 
 
 @dataclass(frozen=True)
@@ -42,10 +37,6 @@ class Found:
         if name == model.spec.network_name and model.transformer is not None:
             return self.transformer
         return None if self.folder is None else self.folder / name
-
-
-class Damaged(ValueError):
-    """A file of the model is missing, damaged, or of another kind."""
 
 
 def find_model(model: Model, *, embedded: bool = False) -> Found:
@@ -123,69 +114,17 @@ def _downloaded(hub_id: str) -> Path | None:
 
 def _network(folder: Path, expected: str, variant: str | None) -> Shapes:
     """Shapes of a network's weights; empty if they are in files that only torch reads."""
-    config = _json(folder / "config.json")
+    config = json_object(folder / "config.json")
     found: Any = config.get("_class_name") or next(iter(config.get("architectures") or []), expected)
     if found != expected:
         raise Damaged(f"{folder.name}/ is a {found}, {expected} is needed")
-    # diffusers writes _class_name, transformers does not
-    stem, pickled = ("diffusion_pytorch_model",) * 2 if "_class_name" in config else STEMS
-    return weights_of(folder, stem, pickled, variant)
-
-
-STEMS = ("model", "pytorch_model")
-"""File names of transformers' weights: safetensors, and pickled."""
-
-
-def weights_of(folder: Path, stem: str, pickled: str, variant: str | None = None) -> Shapes:
-    """Shapes of the weights in a folder, by the headers of its files; empty if only torch reads them.
-
-    Args:
-        variant: `model.weights_variant`, of files that the folder may have.
-
-    Raises:
-        Damaged: no weights, or missing ones.
-    """
-    part = f".{variant}" if variant and any(folder.glob(f"{stem}*.{variant}[.-]*")) else ""
-    index = folder / f"{stem}.safetensors.index{part}.json"
-    if (folder / f"{stem}{part}.safetensors").is_file():
-        return _header(folder / f"{stem}{part}.safetensors")
-    if index.is_file():
-        placed = _json(index).get("weight_map", {})
-        shapes = {
-            name: shape for file in sorted(set(placed.values())) for name, shape in _header(folder / file).items()
-        }
-        lacking = sorted(placed.keys() - shapes.keys())
-        if lacking:
-            raise Damaged(f"{folder.name}/: {lacking[0]} is in none of the files that its index names")
-        return shapes
-    if (folder / f"{pickled}.bin").is_file() or (folder / f"{pickled}.bin.index.json").is_file():
-        return {}
-    raise Damaged(f"{folder.name}/ has no {stem}{part}.safetensors{variant_hint(str(folder), None)}")
-
-
-def _header(file: Path) -> Shapes:
-    """Shapes in a safetensors file; its length must match its header."""
-    where = f"{file.parent.name}/{file.name}"
-    if not file.is_file():
-        raise Damaged(f"no {where}")
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = cast("dict[str, Any]", plain_json.loads(stream.read(min(length, file.stat().st_size))))
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        whole = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise Damaged(f"{where} is no safetensors file, or only the start of one") from None
-    if file.stat().st_size != whole:
-        raise Damaged(f"{where} has {file.stat().st_size} bytes, {whole} are expected")
-    return shapes
+    return weights_of(folder, *stems(config), variant)
 
 
 def _tokenizer(folder: Path, name: str) -> Iterator[str]:
     """Problems of the tokenizer in folder/name/."""
     try:
-        kind = str(_json(folder / name / "tokenizer_config.json").get("tokenizer_class", ""))
+        kind = str(json_object(folder / name / "tokenizer_config.json").get("tokenizer_class", ""))
     except Damaged as error:
         yield str(error)
         return
@@ -203,25 +142,12 @@ def _processor(folder: Path) -> list[str]:
 def _scheduler(model: Model, folder: Path) -> Iterator[str]:
     """Problems of the scheduler's config."""
     try:
-        config = _json(folder / "scheduler/scheduler_config.json")
+        config = json_object(folder / "scheduler/scheduler_config.json")
     except Damaged as error:
         yield str(error)
         return
     if model.spec.prediction == "flow" and (problem := schedule_problem(config)):
         yield problem
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
-    try:
-        value: object = plain_json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
-        raise Damaged(f"no {file.parent.name}/{file.name}") from None
-    except ValueError:
-        raise Damaged(f"{file.parent.name}/{file.name} is not valid JSON") from None
-    if not isinstance(value, dict):
-        raise Damaged(f"{file.parent.name}/{file.name} holds no JSON object")
-    return cast("dict[str, Any]", value)
 
 
 def model_lines(model: Model, found: Found) -> Iterator[Line]:

@@ -11,7 +11,7 @@ from retouch.config.errors import ConfigError
 from retouch.doctor.model import Found, loaded
 from retouch.errors import first_line
 from retouch.families.base import FamilySpec, Model, TrainIpAdapter
-from retouch.hub import hub_problem
+from retouch.hub import hub_problem, refusal
 from retouch.registry import load_attribute
 
 if TYPE_CHECKING:
@@ -198,9 +198,8 @@ def _fetched(hub_id: str, file: str, known: bool) -> Path | None:
     except (OSError, ValueError) as error:
         if known:
             return None
-        reason = absent or first_line(error)
-        raise ConfigError(
-            f"{hub_id}: its {file} cannot be had: {reason}; check the id and the network (gated ones need HF_TOKEN), "
-            "or give a folder"
-        ) from None
+        reason = refusal(error, hub_id) or (
+            f"{absent or first_line(error)}; check the id and the network (gated ones need HF_TOKEN), or give a folder"
+        )
+        raise ConfigError(f"{hub_id}: its {file} cannot be had: {reason}") from None
     return path.parents[file.count("/")]

@@ -19,11 +19,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from retouch.errors import first_line, why_unreadable
 from retouch.families import FAMILIES
-from retouch.hub import read_variant, require_hub, variant_hint
+from retouch.hub import folder_offline, is_hub_id, read_variant, refusal, require_hub, snapshot, variant_hint
 from retouch.model_files import (
     ModelFilesError,
     component_path,
     has_component,
+    incomplete_weights,
     require_pipeline,
     tiny_path,
     transformer_path,
@@ -115,10 +116,10 @@ def is_there(path: str, name: str) -> bool:
         try:
             folder = Path(hf_hub_download(path, "model_index.json")).parent
         except (OSError, ValueError) as error:
-            raise ModelFilesError(
-                f"model.path: {path} has no model_index.json to be had: {first_line(error)}; check the id and the "
-                "network (gated models need HF_TOKEN)"
-            ) from None
+            reason = refusal(error, path) or (
+                f"{first_line(error)}; check the id and the network (gated models need HF_TOKEN)"
+            )
+            raise ModelFilesError(f"model.path: {path} has no model_index.json to be had: {reason}") from None
     return has_component(folder, name)
 
 
@@ -140,15 +141,15 @@ def load_component(
     if is_network:
         keywords["output_loading_info"] = True
     where = f"{key}: cannot load {f'{subfolder}/ of ' if subfolder else ''}{path} as {kind.__name__}"
+    hub_id, path = path, folder_offline(path)
+    variant = _VARIANT.get() if is_network else None
     try:
         read = partial(read_component, kind, path, subfolder, **keywords)
-        loaded = read_variant(read, path, subfolder, _VARIANT.get() if is_network else None)
+        loaded = read_variant(read, path, subfolder, variant)
     except Exception as error:
         if (problem := why_unreadable(error)) is None:
             raise
-        away = "; check the id and the network (gated models need HF_TOKEN)"
-        hint = variant_hint(path, subfolder) if Path(path).is_dir() else away
-        raise ModelFilesError(f"{where}: {problem}{hint}") from None
+        raise ModelFilesError(f"{where}: {_remedied(problem, error, hub_id, path, subfolder, variant)}") from None
     if not is_network:
         return loaded
     network, info = loaded
@@ -156,6 +157,21 @@ def load_component(
     if missing:  # both libraries fill these with random weights and go on
         raise ModelFilesError(f"{where}: {len(missing)} weights are missing, {missing[0]} among them; copy it anew")
     return network
+
+
+def _remedied(
+    problem: str, error: Exception, hub_id: str, path: str, subfolder: str | None, variant: str | None
+) -> str:
+    """The problem of a component with its remedy: what the hub refuses, or the file whose download was cut, where
+    libraries name another cause."""
+    if (refused := refusal(error, hub_id)) is not None:
+        return refused
+    top = path if Path(path).is_dir() else snapshot(hub_id) if is_hub_id(hub_id) else None
+    if top is not None and (cut := incomplete_weights(Path(top) / (subfolder or ""), variant)) is not None:
+        return f"{cut}; copy or download it anew"
+    if Path(path).is_dir():
+        return f"{problem}{variant_hint(path, subfolder)}"
+    return f"{problem}; check the id and the network (gated models need HF_TOKEN)"
 
 
 def read_component(kind: Any, path: str, subfolder: str | None, **keywords: Any) -> Any:

@@ -65,6 +65,10 @@ class PromptReader(Protocol):
         """`counts` of one prompt."""
         ...
 
+    def unknown(self, characters: Sequence[str]) -> list[str]:
+        """Those that the tokenizer replaces by its unknown token: the encoder cannot distinguish them."""
+        ...
+
 
 class CountsPrompts:
     """A text encoder that is its own `PromptReader`, by its `counts`: of the usual name, with a limit of the run
@@ -81,6 +85,10 @@ class CountsPrompts:
     def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
         reader: Any = self
         return reader.counts([prompt], images, closed=closed)[0]
+
+    def unknown(self, characters: Sequence[str]) -> list[str]:
+        """None: the tokens of the language models here are of bytes."""
+        return []
 
 
 class PromptEncoder(Protocol):
@@ -135,6 +143,15 @@ class TextEncoder(CountsPrompts):
     def counts(self, prompts: Sequence[str], images: Sequence[int] = (), *, closed: bool = True) -> list[int]:
         """See `PromptReader`; the marks around a prompt are never cut."""
         return token_counts(self.tokenizer, prompts)
+
+    def unknown(self, characters: Sequence[str]) -> list[str]:
+        """See `PromptReader`: T5 has no tokens for Chinese, Japanese, Korean or Arabic, and few beyond western Europe;
+        CLIP's are of bytes, and its unknown token is the mark of the end."""
+        unknown = self.tokenizer.unk_token_id
+        if not characters or unknown is None or unknown == self.tokenizer.eos_token_id:
+            return []
+        rows = self.tokenizer(list(characters), return_attention_mask=False).input_ids
+        return [character for character, ids in zip(characters, rows, strict=True) if unknown in ids]
 
     def tokens(self, prompts: Sequence[str]) -> Tensor:
         """[B, S] int64."""

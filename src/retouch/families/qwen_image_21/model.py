@@ -43,7 +43,7 @@ from retouch.families.qwen_image_21.text import PADDING, SLOT, ImageTextProcesso
 from retouch.families.text import Networks, TextEncoders
 from retouch.families.tiny import SHIFTED
 from retouch.families.vae import QwenAutoencoder
-from retouch.hub import require_hub
+from retouch.hub import refusal, require_hub
 from retouch.imaging import stack_above
 from retouch.types import Condition, Example
 
@@ -254,9 +254,8 @@ def _index_of(path: str) -> Mapping[str, Any]:
     try:
         index: Any = QwenImage21Pipeline.load_config(path)
     except OSError as error:
-        raise ModelFilesError(
-            f"model.path: cannot read model_index.json of {path}: {first_line(error)}; copy it anew"
-        ) from None
+        reason = refusal(error, path) or f"{first_line(error)}; copy it anew"
+        raise ModelFilesError(f"model.path: cannot read model_index.json of {path}: {reason}") from None
     return index
 
 
