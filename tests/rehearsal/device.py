@@ -517,7 +517,7 @@ def rehearse() -> torch.device:
     rest = torch.library.Library("_", "IMPL")
     rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _libraries.extend([fallback, autocast, rest])
-    _device._device_constructors()  # remembered: `with torch.device(...)` goes on to know these by what is replaced here
+    _device._device_constructors()  # remembered: `with torch.device(...)` knows what is replaced below by its old name
     torch.Tensor.data = property(_plain_data.__get__, _set_data)  # type: ignore[attr-defined,assignment]
     torch.tensor, torch.as_tensor = _made_there(torch.tensor), _made_there(torch.as_tensor)
     for name in ("rand", "randn", "randint", "multinomial", "bernoulli"):

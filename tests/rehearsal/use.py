@@ -72,8 +72,8 @@ def cell_in(runs: Path, signs: Path, names: tuple[str, str, str], **overrides: A
 
 @contextmanager
 def aligned() -> Iterator[None]:
-    """Inside, weights are copied when they are loaded, as a device does: the kernels of a CPU add in another order where
-    the memory of a file puts a matrix at an odd address."""
+    """Inside, weights are copied when they are loaded, as a device does: the kernels of a CPU add in another order
+    where the memory of a file puts a matrix at an odd address."""
     read = loading.read_component
 
     def copied(*args: Any, **options: Any) -> Any:
