@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import _device
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -46,6 +47,10 @@ INDEXED = {"aten.index", "aten.index_put_", "aten.index_put", "aten._index_put_i
 
 RESHAPED = {"aten.resize_", "aten.set_", "aten.t_", "aten.squeeze_", "aten.unsqueeze_", "aten.transpose_"}
 """Change the shape of a tensor in place, which this device cannot."""
+
+
+COMPUTED = {"aten._conj": torch.ops.aten.conj_physical.default, "aten._neg_view": torch.ops.aten.neg.default}
+"""Views of another meaning, which operations below the dispatch to Python would read without it."""
 
 
 @dataclass
@@ -174,15 +179,6 @@ class OnDevice(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
-    @property
-    def data(self) -> Any:
-        return self.detach()
-
-    @data.setter
-    def data(self, other: Any) -> None:
-        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
-        self.raw, self.block = other.raw, other.block
-
     def tolist(self) -> Any:
         _wait("tolist")
         return self.raw.tolist()
@@ -210,11 +206,12 @@ class OnDevice(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _wait("to_host")
-        return OnDevice, (self.raw.detach(), self.requires_grad)
+        rebuilt: Any = torch._utils._rebuild_device_tensor_from_cpu_tensor  # heeds `map_location`
+        return rebuilt, (self.raw.detach(), self.dtype, str(self.device), self.requires_grad)
 
 
-def as_parameter(tensor: OnDevice) -> OnDevice:
-    return torch.nn.Parameter(tensor, tensor.requires_grad)  # type: ignore[return-value]
+def as_parameter(tensor: Any) -> Any:
+    return torch.nn.Parameter(tensor, tensor.requires_grad)
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -232,7 +229,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         plain["device"] = torch.device("cpu")
     if plain.get("pin_memory"):
         plain["pin_memory"] = False
-    out = func(*plain_args, **plain)
+    out = COMPUTED.get(name, func)(*plain_args, **plain)
     if not target:
         return out
 
@@ -416,6 +413,28 @@ def _autocast(library: Any, name: str, widest: bool) -> None:
 _libraries: list[Any] = []
 
 
+_plain_data: Any = torch.Tensor.data
+
+
+def _set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Assigning to `data` may move a tensor to another device, which changes its class here."""
+    if isinstance(tensor, OnDevice) != isinstance(other, OnDevice):
+        alone = other.detach().requires_grad_(tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, as_parameter(alone) if isinstance(tensor, torch.nn.Parameter) else alone)
+        return
+    _plain_data.__set__(tensor, other)
+    if isinstance(tensor, OnDevice) and isinstance(other, OnDevice):
+        tensor.raw, tensor.block = other.raw, other.block
+
+
+COMPOSED = ("silu_backward", "mish_backward", "native_channel_shuffle")
+"""What torch composes of other operations except on devices with a kernel, as the CPU, where it rounds differently."""
+
+
+def _as_on_the_cpu(op: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: run(op, args, kwargs)
+
+
 def _arange(op: Any, *args: Any, **kwargs: Any) -> Any:
     return run(op, args, {"device": DEVICE, **kwargs})
 
@@ -463,6 +482,8 @@ def _made_there(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         if device is None or torch.device(device).type != NAME:
             return make(data, *args, device=device, **options)
         requires_grad = options.pop("requires_grad", False)
+        if not isinstance(data, torch.Tensor):  # numbers of the device among those of a list are waited for
+            data = pytree.tree_map(lambda value: value.item() if isinstance(value, OnDevice) else value, data)
         return make(data, *args, **options).to(device).requires_grad_(requires_grad)
 
     return made
@@ -488,12 +509,16 @@ def rehearse() -> torch.device:
         op = getattr(torch.ops.aten.arange, kind)
         name = "arange" if kind == "default" else f"arange.{kind}"
         autocast.impl(name, partial(_arange, op), "PrivateUse1")
+    for name in COMPOSED:
+        autocast.impl(name, _as_on_the_cpu(getattr(torch.ops.aten, name).default), "PrivateUse1")
     for names, widest in ((LOWERED, False), (WIDEST, True)):
         for name in names:
             _autocast(autocast, name, widest)
     rest = torch.library.Library("_", "IMPL")
     rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _libraries.extend([fallback, autocast, rest])
+    _device._device_constructors()  # remembered: `with torch.device(...)` knows what is replaced below by its old name
+    torch.Tensor.data = property(_plain_data.__get__, _set_data)  # type: ignore[attr-defined,assignment]
     torch.tensor, torch.as_tensor = _made_there(torch.tensor), _made_there(torch.as_tensor)
     for name in ("rand", "randn", "randint", "multinomial", "bernoulli"):
         setattr(torch, name, _drawn_there(getattr(torch, name)))

@@ -8,6 +8,8 @@ from pathlib import Path
 from tests import forked
 
 PROGRAM = """
+import io
+
 import torch
 from tests.rehearsal.device import capacity, memory, recorded, rehearse
 
@@ -34,6 +36,11 @@ draw = torch.randn(4, device=device, generator=torch.Generator(device).manual_se
 assert draw.tolist() == torch.randn(4, generator=torch.Generator().manual_seed(3)).tolist()
 assert torch.arange(5, device=device).tolist() == [0, 1, 2, 3, 4]
 
+turn = torch.tensor([1 + 2j])
+assert (turn.to(device) * turn.to(device).conj()).cpu().tolist() == (turn * turn.conj()).tolist() == [5 + 0j]
+with torch.device("meta"):
+    assert torch.tensor([1]).device.type == torch.randn(1).device.type == "meta"
+
 with recorded() as record:
     there = other.to(device)
     there[torch.tensor([0, 2])]
@@ -45,7 +52,7 @@ assert record.waits == {"to_host": 1, "_local_scalar_dense": 1, "tolist": 1, "no
 
 def trained(where):
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU(), torch.nn.Linear(4, 1)).to(where)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.SiLU(), torch.nn.Linear(4, 1)).to(where)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
     for _ in range(2):
         net(torch.ones(5, 3).to(where)).square().mean().backward()
@@ -57,7 +64,17 @@ def trained(where):
 there, here = trained(device), trained("cpu")
 assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))
 
-del one, there, draw
+assert torch.tensor([one[0], 2], device=device).tolist() == [1, 2]
+moved = torch.nn.Parameter(torch.ones(2))
+moved.data = moved.data.to(device)
+assert moved.device == device and isinstance(moved, torch.nn.Parameter) and moved.requires_grad
+file = io.BytesIO()
+torch.save({"moment": moved.detach()}, file)
+for place, kind in (("cpu", "cpu"), (None, device.type)):
+    file.seek(0)
+    assert torch.load(file, map_location=place)["moment"].device.type == kind
+
+del one, there, draw, moved
 used = memory.used
 with capacity(used + 4096):
     kept = torch.ones(512, device=device)
