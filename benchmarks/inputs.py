@@ -36,6 +36,8 @@ def run_digest(file: Path, overrides: Sequence[str] = ()) -> str:
         section, _, option = key.partition(".")
         if run.get(section, {}).get(option, ...) == default:
             del run[section][option]
+            if not run[section]:
+                del run[section]
     return digest(json.dumps(run, sort_keys=True).encode())
 
 

@@ -99,3 +99,24 @@ def test_a_thread_runs_after_its_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     gate.set()
     thread.join(60)
     assert ran.is_set() and 0 < delays[0] <= 0.3 and "run" not in vars(thread)
+
+
+def test_processes_that_start_later_are_held_up_too() -> None:
+    """Workers, servers and launchers start after the program that starts them."""
+    with subprocess.Popen(["/bin/sh", "-c", "read line; sleep 600 & wait"], stdin=subprocess.PIPE) as parent:
+        holds_up = Stutter(parent.pid, held=(9.0, 9.0), every=(0.0, 0.0), seed=1)
+        try:
+            holds_up.tick(0.0)
+            assert set(holds_up.due) == {parent.pid}
+            holds_up.release()
+            assert parent.stdin is not None
+            parent.stdin.write(b"go\n")
+            parent.stdin.flush()
+            until(lambda: bool(children(parent.pid)))
+            [child] = children(parent.pid)
+            holds_up.tick(1.0)
+            assert child in holds_up.due
+        finally:
+            holds_up.release()
+            for pid in [*children(parent.pid), parent.pid]:
+                os.kill(pid, signal.SIGKILL)

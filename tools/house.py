@@ -206,12 +206,9 @@ def pages(root: Path) -> dict[str, Any]:
     for page in sorted((root / "docs").rglob("*.md")):
         found = page.read_text(encoding="utf-8")
         words = len(found.split())
-        mark = WRITTEN.search(found)
-        if mark and f"<!-- /{mark.group().removeprefix('<!--').split(':')[0].strip()} -->" in found:
-            part = found[mark.start() :].partition("<!-- /")[0]
-            own = words - len(part.split())
-        else:
-            own = 0 if mark or "writes this page from" in found else words
+        parts = [found[mark.start() :].partition("<!-- /") for mark in WRITTEN.finditer(found)]
+        whole = "writes this page from" in found or any(not end for _, end, _ in parts)
+        own = 0 if whole else words - sum(len(part.split()) for part, _, _ in parts)
         by_hand[page.relative_to(root / "docs").as_posix()] = own
         generated += words - own
     return {"words_by_hand": sum(by_hand.values()), "words_generated": generated, "by_page": by_hand}

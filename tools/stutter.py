@@ -93,13 +93,16 @@ class Stutter:
         for pid in [pid for pid, since in self.known.items() if pid not in running or running[pid].since != since]:
             del self.known[pid], self.draws[pid], self.due[pid]
             self.stopped.discard(pid)
-        new = {pid for pid in {self.root} & running.keys() if pid not in self.known}
-        while new:
+        while new := self._unknown(running):
             for pid in sorted(new):
                 self.known[pid] = running[pid].since
                 self.draws[pid] = random.Random(f"{self.seed} {len(self.draws)} {pid}")
                 self.due[pid] = now + self.draws[pid].uniform(0.0, self.every[1])
-            new = {p.pid for p in running.values() if p.parent in self.known and p.pid not in self.known}
+
+    def _unknown(self, running: dict[int, Process]) -> set[int]:
+        """The root and the children of known processes that are not known yet."""
+        family = (p for p in running.values() if p.pid == self.root or p.parent in self.known)
+        return {p.pid for p in family if p.pid not in self.known}
 
     def _send(self, pid: int, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

@@ -177,19 +177,32 @@ def files_below(folder: Path) -> Iterator[Path]:
     seen, own, linked = set[tuple[int, int]](), [str(folder)], list[str]()
     while own or linked:
         place = own.pop() if own else linked.pop(0)
-        state = os.stat(place)  # noqa: PTH116
+        try:
+            state = os.stat(place)  # noqa: PTH116
+        except OSError:  # it went away meanwhile
+            continue
         if (state.st_dev, state.st_ino) in seen:
             continue
         seen.add((state.st_dev, state.st_ino))
         folders: list[os.DirEntry[str]] = []
         with suppress(PermissionError), os.scandir(place) as entries:
             for entry in entries:
-                if entry.is_dir() and not entry.name.startswith("."):
+                if entry.name.startswith("."):
+                    continue
+                if _is_folder(entry):
                     folders.append(entry)
-                elif not entry.name.startswith("."):
+                else:
                     yield Path(entry.path)
         for entry in sorted(folders, key=lambda entry: entry.name):
             (linked if entry.is_symlink() else own).append(entry.path)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder. A link that leads nowhere, in a circle or where this user may not look is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def is_file(path: Path) -> bool:

@@ -9,8 +9,9 @@ import pytest
 import torch
 import yaml
 
-from retouch.config import dump_run, parse_run
+from retouch.config import dump_run
 from retouch.engine.saved import saved_run_file, sound_state
+from retouch.training import resume
 from retouch.training.resume import with_kept_defaults
 from tests.selection import rows
 
@@ -74,7 +75,9 @@ def test_the_ratio_before_the_first_update_is_1_in_every_piece(config: Config, s
         assert (step["ratio"], step["clip_fraction"]) == (1.0, 0.0)
 
 
-def test_a_resumed_run_keeps_the_forwards_of_its_checkpoint(config: Config, scripted: Use) -> None:
+def test_a_resumed_run_keeps_the_forwards_of_its_checkpoint(
+    config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file without the key took all steps in one forward; under today's default its sums would round differently."""
     scripted(brightness)
     shape = {"optimizer__batch_size_per_device": 4, "algorithm": {"name": "nft", "timesteps_per_image": 3}, **ODE}
@@ -89,6 +92,28 @@ def test_a_resumed_run_keeps_the_forwards_of_its_checkpoint(config: Config, scri
     assert with_kept_defaults(config(**first)).optimizer.steps_per_forward == "auto"  # a new run
     [folder] = run.dir.checkpoints.glob("step-*")
     file = saved_run_file(sound_state(folder), folder)
-    del file["optimizer"]["steps_per_forward"]  # as before there was the key
-    assert parse_run(file).optimizer.steps_per_forward == "auto"
     assert yaml.safe_load(dump_run(kept))["optimizer"]["steps_per_forward"] is None  # and so for the next resume
+    del file["optimizer"]["steps_per_forward"]  # as before there was the key
+    monkeypatch.setattr(resume, "saved_run_file", lambda *_: file)
+    assert with_kept_defaults(again).optimizer.steps_per_forward is None
+    file["optimizer"]["steps_per_forward"] = 2  # a key that was written, and taken out of the file
+    assert with_kept_defaults(again).optimizer.steps_per_forward == "auto"
+    monkeypatch.undo()
+    scripted(brightness)
+    more, _ = train(config(resume="auto", **{**first, "training__max_steps": 2}))
+    assert more.config.optimizer.steps_per_forward is None
+
+
+def test_only_changes_of_a_run_file_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    before = "optimizer:\n  lr: 1.0e-4\n"
+    for now, told in (
+        ("  lr: 1.0e-4\n  steps_per_forward: null\n", []),  # as it was before there was the key
+        ("  lr: 1.0e-4\n  steps_per_forward: auto\n", ["changed since the checkpoint: steps_per_forward: auto"]),
+        ("  lr: 2.0e-4\n", ["changed since the checkpoint: lr: 2.0e-4"]),
+    ):
+        caplog.clear()
+        resume._warn_of_changes(before, f"optimizer:\n{now}")
+        assert caplog.messages == told
+    caplog.clear()
+    resume._warn_of_changes("  steps_per_forward: auto\n", "  steps_per_forward: null\n")
+    assert len(caplog.messages) == 1

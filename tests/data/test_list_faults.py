@@ -222,7 +222,10 @@ def test_blanks_behind_the_commas_of_a_csv(folder: Path) -> None:
 def test_a_second_header_is_no_prompt(name: str, folder: Path) -> None:
     """Of lists that were joined, each with its byte-order mark."""
     for content in ("prompt\na\nprompt\nb\n", "\ufeffprompt\na\n\ufeffprompt\nb\n"):
-        says = " line 3: the header stands here again, as in two files that were joined"
+        says = (
+            " line 3: the header stands here again, as in two files that were joined; delete it, or give the list as "
+            ".jsonl if it is an item"
+        )
         assert problem(folder, name, content) == says
 
 
@@ -275,6 +278,13 @@ def test_caches_of_datasets_are_no_tables(tmp_path: Path) -> None:
     write(tmp_path / "cache-1f2e3d4c5b6a7988.arrow", "b")
     write(tmp_path / "cache-1f2e3d4c5b6a7988_00000_of_00002.arrow", "c")
     assert [dict(row) for table in tables_of(str(tmp_path)) for row in table] == [{"prompt": "a"}]
+
+
+def test_a_link_that_leads_nowhere_costs_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    (tmp_path / "b").symlink_to(tmp_path / "b")  # to itself
+    (tmp_path / "c").symlink_to(tmp_path / "nothing")
+    assert sorted(path.name for path in files_below(tmp_path)) == ["a.png", "b", "c"]
 
 
 def test_folders_behind_links_are_read_and_hidden_ones_are_not(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
 def known_peak(gpu: str) -> float | None:
     """Peak FLOP/s of a GPU by its name; None if unknown."""
     return peak_of(gpu) or next(
-        (peak for known, peak in CONSUMER.items() if re.search(rf"\b{known}$", gpu.strip())), None
+        (peak for known, peak in CONSUMER.items() if re.search(rf"(?:\b|RTX){known}$", gpu.strip())), None
     )
 
 

@@ -261,7 +261,7 @@ def parts_per_forward(run: RunConfig, device: str) -> int:
     if run.algorithm.trains_on_rewards:
         most = min(most, run.rollout.batch_size_per_device * run.model.forwards_of_guidance(run.guidance_scale))
     size = max(1, most // (optimizer.batch_size_per_device * width))
-    return math.ceil(parts / math.ceil(parts / size))  # as many forwards, of nearly equal sizes
+    return math.ceil(parts / math.ceil(parts / size))  # as many forwards; only the last may be smaller
 
 
 def rows_per_forward(run: RunConfig, device: str) -> int:

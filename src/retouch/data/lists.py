@@ -190,7 +190,10 @@ def csv_rows(path: Path) -> list[list[str]]:
                 f"{_SEPARATORS[delimiter]} in double quotes"
             )
         if rows and [cell.strip("\ufeff ") for cell in row] == rows[0]:
-            raise DataError(f"{path} line {number}: the header stands here again, as in two files that were joined")
+            raise DataError(
+                f"{path} line {number}: the header stands here again, as in two files that were joined; delete it, or "
+                "give the list as .jsonl if it is an item"
+            )
         if row:
             rows.append(row if rows else _header(path, row))
     return rows

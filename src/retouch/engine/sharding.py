@@ -50,6 +50,8 @@ def shard(
         for name, parameter in network.named_parameters():
             if name in whole:
                 piece(parameter).copy_(_own_rows(whole.pop(name), parameter))  # frees what is in memory
+    if whole:  # a wrapper that renames weights would leave shards with whatever was in memory
+        raise RuntimeError(f"no shard took the weights {', '.join(sorted(whole)[:3])}")
     # torch warns of blocks that return a view, which diffusers never changes in place
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
 

@@ -157,8 +157,9 @@ def encoded_ahead(
 ) -> Iterator[tuple[T, Condition]]:
     """Batches of examples, each with something of the caller -> that and the condition of the batch, in order.
 
-    Text encoders that wait on the CPU between uses are moved to the device once for AHEAD examples. An error of
-    `batches` is raised after the batches before it.
+    Text encoders that wait on the CPU between uses are moved to the device once for AHEAD examples, and stay there
+    while their images are encoded. An error of `batches` is raised after the batches before it; one of encoding before
+    those that are encoded with it.
     """
     pending: list[tuple[T, Sequence[Example]]] = []
     problem: Exception | None = None
@@ -181,7 +182,8 @@ def encoded_ahead(
 
 def _waiting(condition: Condition) -> tuple[torch.device, Condition]:
     """Where a condition is, and the condition on the CPU."""
-    return next(iter(condition.tensors.values())).device, condition.to("cpu")
+    placed = (t for name, t in condition.tensors.items() if name.removeprefix("negative_") not in condition.on_host)
+    return next(placed).device, condition.to("cpu")
 
 
 def drop_references(condition: Condition, share: float, seeds: Sequence[int], uncaptioned: Sequence[bool]) -> Condition:

@@ -3,6 +3,7 @@ checkpoint, the files that its rollouts were sampled with."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,9 +50,12 @@ KEYS = "example"
 """Name of the tensor beside an epoch's rows with the `item_key` of each row's example."""
 
 
-def resume_folder(config: RunConfig, run_dir: RunDir) -> Path | None:
+def resume_folder(config: RunConfig, run_dir: RunDir, *, quiet: bool = False) -> Path | None:
     """The checkpoint that `resume` names; None for a new run. "auto" is the newest of the run; a run that was begun
     from another run's checkpoint and stopped before its first own one begins from it again, and not from the base.
+
+    Args:
+        quiet: do not warn of that.
 
     Raises:
         CheckpointError: that one is gone, or which it is cannot be read: the base would be another run's beginning.
@@ -76,16 +80,17 @@ def resume_folder(config: RunConfig, run_dir: RunDir) -> Path | None:
             f"{run_dir.path}: was begun from {origin}, which is no complete checkpoint any more, and has none of its "
             "own; set resume to a checkpoint, or start a new run under another name=..."
         )
-    logger.warning("%s has no checkpoint of its own yet: it begins from %s again", run_dir.path, origin)
+    if not quiet:
+        logger.warning("%s has no checkpoint of its own yet: it begins from %s again", run_dir.path, origin)
     return origin
 
 
 def with_kept_defaults(config: RunConfig) -> RunConfig:
-    """The run file of a run that may be resumed. Keys that it leaves out, and whose default has changed, have the value
-    of the checkpoint: sums of forwards of other sizes round differently. A checkpoint that cannot be read changes
-    nothing here, and is reported where it is loaded."""
+    """The run file of a run that may be resumed. A key that it leaves out, and whose default has changed, keeps its
+    earlier default if the checkpoint was written under it: sums of forwards of other sizes round differently. A
+    checkpoint that cannot be read changes nothing here, and is reported where it is loaded."""
     try:
-        folder = resume_folder(config, RunDir(config, main=False))
+        folder = resume_folder(config, RunDir(config, main=False), quiet=True)
         if folder is None:
             return config
         before = with_new_names(saved_run_file(sound_state(folder), folder))
@@ -93,10 +98,9 @@ def with_kept_defaults(config: RunConfig) -> RunConfig:
         return config
     for key, default in EARLIER_DEFAULTS.items():
         name, _, option = key.partition(".")
-        section, kept = getattr(config, name), before.get(name)
-        if isinstance(kept, dict) and option not in section.model_fields_set:
-            value = cast("dict[str, object]", kept).get(option, default)
-            config = config.model_copy(update={name: section.model_copy(update={option: value})})
+        section, kept = getattr(config, name), cast("dict[str, dict[str, object]]", before).get(name, {})
+        if option not in section.model_fields_set and kept.get(option, default) == default:
+            config = config.model_copy(update={name: section.model_copy(update={option: default})})
     return config
 
 
@@ -306,8 +310,11 @@ def _defaults(kind: type[Section], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _warn_of_changes(saved: str, current: str) -> None:
-    """Log every line of the run file that differs."""
+    """Log every line of the run file that differs; one with the default of before there was its key does not."""
     before, now = saved.splitlines(), current.splitlines()
+    options = {key.rpartition(".")[2]: json.dumps(value) for key, value in EARLIER_DEFAULTS.items()}
+    keys = {line.strip().partition(":")[0] for line in before}
+    unchanged = {f"{option}: {value}" for option, value in options.items() if option not in keys}
     for line in now:
-        if line not in before and not line.startswith("resume:"):
+        if line not in before and not line.startswith("resume:") and line.strip() not in unchanged:
             logger.warning("changed since the checkpoint: %s", line.strip())

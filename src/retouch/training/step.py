@@ -303,4 +303,4 @@ def _as_many_steps(session: Session, rows: int) -> str:
     smaller = config.optimizer.model_copy(update={"batch_size_per_device": rows})
     steps = parts_per_forward(config, device)
     more = parts_per_forward(config.model_copy(update={"optimizer": smaller}), device) != steps
-    return f" and steps_per_forward={steps}" if more else ""
+    return f" and optimizer.steps_per_forward={steps}" if more else ""

@@ -87,8 +87,11 @@ def row_draws(shape: Sequence[int], seeds: Sequence[int], objective: Objective) 
 
 def encode_step(data: EncodedData, objective: Objective, step: Step, positions: list[int]) -> None:
     """Encode the prompts of a step before its first forward, see `EncodedData.encode`."""
-    shape = data.images(positions[:1], "target", torch.device("cpu")).shape[1:]
-    data.encode(positions, row_draws(shape, step.seeds, objective)[2])
+    uncaptioned = None
+    if objective.caption_dropout:  # its numbers come after those of the noise
+        shape = data.images(positions[:1], "target", torch.device("cpu")).shape[1:]
+        uncaptioned = row_draws(shape, step.seeds, objective)[2]
+    data.encode(positions, uncaptioned)
 
 
 def warm_up(session: Session, algorithm: RlConfig) -> None:

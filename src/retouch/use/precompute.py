@@ -35,7 +35,7 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
     given = config.model.model_copy(update={"embeddings": None})
     cache = EmbeddingCache(folder.expanduser(), given, create=True)
     model: FamilyModel = load_model(given, device, filling=cache)  # type: ignore[assignment]
-    with model.encoding():  # text encoders are moved to the device once
+    with model.encoding():  # text encoders are moved to the device once; images are encoded beside them
         for data in datasets(config):
             for prompt in [*data.prompts, *given.fixed_prompts]:
                 cache.add_text(prompt, model.texts().of)

@@ -54,6 +54,7 @@ def train_epoch(session: Session, algorithm: GrpoConfig) -> None:
         for step in session.steps(experience, experience.step_of):
             for attempt in step.attempts():
                 with attempt:
+                    session.run.encoded.encode(step.positions)  # after a resume inside an epoch they are not kept
                     parts = [(rows, span) for rows in attempt.chunks() for span in pieces]
                     for rows, span in attempt.micro_batches(parts):
                         attempt.backward(*surrogate(session.run, algorithm, experience, step, rows, span))

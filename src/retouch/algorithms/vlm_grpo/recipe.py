@@ -40,7 +40,13 @@ from retouch.engine.saved import sound_state
 from retouch.engine.zero import note_compiling
 from retouch.observe.log import header, log_cost
 from retouch.observe.run_dir import read_metrics
-from retouch.training.resume import evaluation_stands, has_finished, resume_folder, same_kind
+from retouch.training.resume import (
+    evaluation_stands,
+    has_finished,
+    resume_folder,
+    same_kind,
+    with_kept_defaults,
+)
 from retouch.training.scoring import (
     FailureRateExceeded,
     RewardOutage,
@@ -60,6 +66,7 @@ def train(config: RunConfig) -> Path:
     Raises:
         Stopped: on a signal, when the time is up, or when rewards stay unavailable; resumable.
     """
+    config = with_kept_defaults(config)
     arguments = trl_arguments(config)
     run = build_run(config, arguments.device, arguments.world_size, main=arguments.process_index == 0)
     try:
