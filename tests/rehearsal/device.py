@@ -302,14 +302,18 @@ def _wait(what: str) -> None:
 
 
 def _place() -> str:
-    """The innermost line of the package that is being run; "elsewhere" in a thread of the backward."""
+    """The innermost line of the package that is being run, and whether a prediction called it; "elsewhere" in a thread
+    of the backward."""
     frame: Any = sys._getframe(1)
+    place, functions = "elsewhere", set[str]()
     while frame is not None:
         path = frame.f_code.co_filename
         if "/retouch/" in path and "/tests/" not in path:
-            return f"{path.rpartition('/retouch/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+            if not functions:
+                place = f"{path.rpartition('/retouch/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
+            functions.add(frame.f_code.co_name)
         frame = frame.f_back
-    return "elsewhere"
+    return f"{place}, in predict" if "predict" in functions else place
 
 
 class Generator(torch.Generator):
