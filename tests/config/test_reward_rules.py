@@ -138,14 +138,14 @@ def test_what_is_not_trained_is_refused_by_check_and_by_training_alone(
     """A run of an earlier version may have it, and is opened all the same."""
     pytest.importorskip("torch")
     from retouch.observe import RunDir
-    from retouch.training.beginning import can_begin
+    from retouch.training.beginning import require_can_begin
 
     run = run_with("training.stop_on_plateau=size", f"logging.dir={tmp_path}")
     file = tmp_path / "run.yaml"
     file.write_text(dump_run(run), encoding="utf-8")
     assert load_run(file).training.stop_on_plateau == "size"
     with pytest.raises(ConfigError, match=r"training\.stop_on_plateau: given size"):
-        can_begin(run, RunDir(run))
+        require_can_begin(run, RunDir(run))
     outcome = retouch("check", file)
     assert outcome.code == 2 and "training.stop_on_plateau: given size" in outcome.err
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from retouch.algorithms import ALGORITHMS
 from retouch.registry import load_attribute
-from retouch.training.beginning import require_beginning
+from retouch.training.beginning import require_can_begin_here
 from retouch.training.files import require_files
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def train(config: RunConfig) -> Path:
     """Check that the run's files are there and that it may begin, then train -> the run directory."""
     require_files(config)
-    require_beginning(config)
+    require_can_begin_here(config)
     return load_attribute(config.algorithm.trainer)(config)
 
 

@@ -141,10 +141,10 @@ def start_lines(run: RunConfig) -> Iterator[Line]:
 
     def check() -> str:
         from retouch.observe import RunDir
-        from retouch.training.beginning import can_begin
+        from retouch.training.beginning import require_can_begin
 
         directory = RunDir(run)
-        can_begin(run, directory)
+        require_can_begin(run, directory)
         return f"{directory.path}: {_beginning(run, directory)}"
 
     return _checked("run directory", check)

@@ -156,7 +156,7 @@ class Engine:
         options = DistributedDataParallelKwargs(find_unused_parameters=some_without_gradient, broadcast_buffers=False)
         accelerator.ddp_handler = options  # pyright: ignore[reportAttributeAccessIssue]
         if sharding == "none":
-            self._parallel = Replicated(network, accelerator, c, dtype)
+            self._parallel = Replicated(network, accelerator, c, self.training, dtype)
         elif sharding == "fsdp2":
             self._parallel = Fsdp2(network, accelerator, c, self.training, dtype)
         else:

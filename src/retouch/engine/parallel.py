@@ -39,6 +39,7 @@ class Replicated:
         network: nn.Module,
         accelerator: Accelerator,
         config: OptimizerConfig,
+        training: TrainingConfig,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Args:
@@ -46,6 +47,7 @@ class Replicated:
         """
         self.accelerator = accelerator
         self.config = config
+        self.training = training
         self.dtype = dtype
         self.network: nn.Module = self.wrapped(network)
         self.parameters = [p for p in network.parameters() if p.requires_grad]
@@ -96,17 +98,6 @@ class Fsdp2(Replicated):
     """Each process holds 1/N of every weight, gradient and moment."""
 
     own_memory = False
-
-    def __init__(
-        self,
-        network: nn.Module,
-        accelerator: Accelerator,
-        config: OptimizerConfig,
-        training: TrainingConfig,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.training = training
-        super().__init__(network, accelerator, config, dtype)
 
     def wrapped(self, network: nn.Module) -> nn.Module:
         # accelerate only adds autocast

@@ -11,13 +11,14 @@ from retouch.config.check import require_trainable
 from retouch.observe.run_dir import RunDir
 
 
-def require_beginning(config: RunConfig) -> None:
-    """`can_begin`, on the first process of a launcher alone: the others may see what it has created by then."""
+def require_can_begin_here(config: RunConfig) -> None:
+    """`require_can_begin` in the directory that the run file names, on the first process of a launcher alone: the
+    others may see what it has created by then."""
     if os.environ.get("RANK", "0") == "0":
-        can_begin(config, RunDir(config))
+        require_can_begin(config, RunDir(config))
 
 
-def can_begin(config: RunConfig, run_dir: RunDir) -> None:
+def require_can_begin(config: RunConfig, run_dir: RunDir) -> None:
     """Refuse a run directory that holds another run, or to which another process writes, and a `resume` that is no
     checkpoint: before minutes go into loading a model.
 

@@ -31,7 +31,7 @@ from retouch.rewards.table import RewardTable
 from retouch.rollout.encoded import EncodedData
 from retouch.rollout.plan import Plans
 from retouch.texts import require_texts_of
-from retouch.training.beginning import can_begin
+from retouch.training.beginning import require_can_begin
 from retouch.training.resume import with_kept_defaults
 from retouch.types import DiffusionModel
 
@@ -130,7 +130,7 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
     apart = is_held_out(config, held_out, data, warmup)
     run_dir = RunDir(config, main=engine.is_main)
     if not replaying:
-        can_begin(config, run_dir)
+        require_can_begin(config, run_dir)
         run_dir.require_sinks()
     require_prompts(config.model, [p for d in (data, warmup, held_out) if d is not None for p in d.prompts])
     require_initial_lora(config.model.train)

@@ -42,7 +42,7 @@ from retouch.observe.timing import stopwatch
 from retouch.prompts import PromptCheck
 from retouch.rewards.table import RewardTable
 from retouch.texts import require_texts_of
-from retouch.training.beginning import can_begin
+from retouch.training.beginning import require_can_begin
 from retouch.training.build import is_held_out
 from retouch.types import Example
 
@@ -156,7 +156,7 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
         require_more_images(config, name, items)
     require_texts_of(config, named)
     run_dir = RunDir(config, main=main)
-    can_begin(config, run_dir)
+    require_can_begin(config, run_dir)
     run_dir.require_sinks()
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path, str(device))
     apart = is_held_out(config, held_out, data)
