@@ -57,6 +57,14 @@ def test_no_test_asserts_that_the_machine_is_fast() -> None:
     assert found == NEVER_READY
 
 
+def test_what_a_test_stops_is_stopped_before_it_goes_on() -> None:
+    """A signal takes effect later: another thread of the process may still read a socket that ends (`fakes.freeze`)."""
+    root = Path(__file__).parent
+    sent = re.compile(r"(os\.kill(pg)?|send_signal)\(.*SIGSTOP")
+    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if sent.search(path.read_text("utf-8"))}
+    assert found == {"rewards/fakes.py"}
+
+
 def test_what_is_found() -> None:
     hasty_ones = ("time.monotonic() - a < 0.5", "0 < took <= 2", "client.wait_ready(0.2) == []", "gate.wait(5)")
     others = ("time.monotonic() - a < HANG_S", "time.monotonic() - a > 0.5", "took < 10", "client.wait_ready(60) == []")

@@ -14,7 +14,7 @@ import pytest
 from tools import stutter
 from tools.stutter import Stutter, processes
 
-from tests.rewards.fakes import until
+from tests.rewards.fakes import freeze, until
 
 
 @contextmanager
@@ -56,8 +56,7 @@ def test_a_process_and_its_child_are_held_up_at_different_times_and_go_on() -> N
 
 def test_what_a_test_stopped_itself_stays_stopped() -> None:
     with two_processes() as (_, child):
-        os.kill(child, signal.SIGSTOP)
-        until(lambda: stopped(child))
+        freeze(child)
         holds_up = Stutter(child, held=(1.0, 1.0), every=(0.0, 0.0), seed=1)
         for now in range(4):
             holds_up.tick(float(now))
@@ -79,8 +78,8 @@ def test_an_interrupted_command_is_not_left_stopped(monkeypatch: pytest.MonkeyPa
 
 def test_a_command_gets_the_plug_in_and_its_code_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
-    told = "test $STUTTER_THREADS,$STUTTER_SEED,$PYTEST_PLUGINS = 0.25,7,tools.stutter && exit 3"
-    assert stutter.main(["--threads", "0.25", "--seed", "7", "--", "/bin/sh", "-c", told]) == 3
+    told = "test $STUTTER_LATE,$STUTTER_SEED,$PYTEST_PLUGINS = 0.25,7,tools.stutter && exit 3"
+    assert stutter.main(["--late", "0.25", "--seed", "7", "--", "/bin/sh", "-c", told]) == 3
 
 
 def test_a_thread_runs_after_its_delay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +98,46 @@ def test_a_thread_runs_after_its_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     gate.set()
     thread.join(60)
     assert ran.is_set() and 0 < delays[0] <= 0.3 and "run" not in vars(thread)
+
+
+def test_a_signal_reaches_another_process_after_its_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ended meanwhile gets none: its number may be that of another."""
+    gate, delays = threading.Event(), list[float]()
+
+    def wait(seconds: float) -> None:
+        delays.append(seconds)
+        gate.wait(60)
+
+    for name in ("kill", "killpg"):
+        monkeypatch.setattr(os, name, getattr(os, name))  # put back at the end
+    kill = os.kill
+    with two_processes() as (parent, child):
+        monkeypatch.setattr("tools.stutter.time", type("Time", (), {"sleep": wait}))
+        stutter.delay_signals(0.3, 1)
+        os.kill(parent, signal.SIGTERM)
+        os.kill(child, signal.SIGSTOP)
+        os.kill(parent, 0)
+        until(lambda: len(delays) == 2)
+        assert not stopped(child) and all(0 < one <= 0.3 for one in delays)
+        kill(parent, signal.SIGKILL)
+        until(lambda: processes()[parent].state == "Z")
+        gate.set()
+        until(lambda: stopped(child))
+
+
+def test_a_signal_to_itself_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "kill", os.kill)
+    monkeypatch.setattr(os, "killpg", os.killpg)
+    stutter.delay_signals(600.0, 1)
+    got = list[int]()
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert got == [signal.SIGUSR1]
+    with pytest.raises(ProcessLookupError):
+        os.kill(2**22 + 1, signal.SIGTERM)
 
 
 def test_processes_that_start_later_are_held_up_too() -> None:

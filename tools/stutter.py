@@ -1,10 +1,11 @@
-"""Run a command on a machine that stutters: tests that depend on seconds, or on a thread having run, fail.
+"""Run a command on a machine that stutters: tests fail that depend on seconds, or on what a thread or signal has done.
 
-    python tools/stutter.py [--seed 1] [--held .3 1.5] [--every 1 2] [--threads .3] -- python -m pytest tests/rewards
+    python tools/stutter.py [--seed 1] [--held .3 1.5] [--every 1 2] [--late .3] -- python -m pytest tests/rewards
 
 Every process of the command is held up (SIGSTOP, SIGCONT) for a random time in `--held`, at random intervals in
 `--every`; each at moments of its own, so that a client and its server are held up in turn. Under pytest, each new
-thread also starts late, by up to `--threads` seconds. Nothing is left stopped at the end, also if it is interrupted.
+thread also starts late, and a signal reaches another process late, by up to `--late` seconds. Nothing is left stopped
+at the end, also if it is interrupted.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-THREADS, SEED = "STUTTER_THREADS", "STUTTER_SEED"
+LATE, SEED = "STUTTER_LATE", "STUTTER_SEED"
 """Environment variables of the command, in which this module is a plug-in of pytest."""
 
 TICK_S = 0.1
@@ -55,7 +57,7 @@ def processes() -> dict[int, Process]:
 @dataclass
 class Stutter:
     """Holds up a process and all that descends from it, whoever adopts them later. A process that a test stops while it
-    is held up goes on with the others: `test_the_end_of_a_worker_does_not_hold_the_loop_up` may fail for that."""
+    is held up goes on with the others."""
 
     root: int
     held: Span
@@ -127,12 +129,40 @@ def delay_threads(longest_s: float, seed: int) -> None:
     threading.Thread.start = late
 
 
-def run(command: Sequence[str], held: Span, every: Span, threads_s: float, seed: int) -> int:
+def delay_signals(longest_s: float, seed: int) -> None:
+    """Let the signals of this process and of its forks reach other processes up to `longest_s` after they were sent."""
+    start, sleep, draws = threading.Thread.start, time.sleep, random.Random(seed)
+
+    def late(send: Callable[[int, int], None], pid: int, number: int) -> None:
+        since = started(pid)
+        if number == 0 or pid in (os.getpid(), 0) or since is None:
+            return send(pid, number)
+
+        def deliver() -> None:
+            sleep(draws.uniform(0.0, longest_s))
+            if started(pid) == since:
+                with suppress(ProcessLookupError, PermissionError):
+                    send(pid, number)
+
+        start(threading.Thread(target=deliver))
+        return None
+
+    os.kill, os.killpg = partial(late, os.kill), partial(late, os.killpg)
+
+
+def started(pid: int) -> str | None:
+    """When a process was started, in the kernel's ticks; None if it ended or never was."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return None
+
+
+def run(command: Sequence[str], held: Span, every: Span, late_s: float, seed: int) -> int:
     """Returns the exit code of the command."""
     root = str(Path(__file__).resolve().parents[1])
     env = {
         **os.environ,
-        THREADS: str(threads_s),
+        LATE: str(late_s),
         SEED: str(seed),
         "PYTEST_PLUGINS": ",".join(filter(None, [os.environ.get("PYTEST_PLUGINS"), "tools.stutter"])),
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root])),
@@ -157,18 +187,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--held", type=float, nargs=2, default=(0.3, 1.5), metavar="S", help="seconds of one stop")
     parser.add_argument("--every", type=float, nargs=2, default=(1.0, 2.0), metavar="S", help="seconds between stops")
-    parser.add_argument("--threads", type=float, default=0.3, metavar="S", help="longest delay of a new thread")
+    parser.add_argument("--late", type=float, default=0.3, metavar="S", help="longest delay of a thread or signal")
     parser.add_argument("command", nargs="+", help="after --")
     given = parser.parse_args(arguments)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return run(given.command, tuple(given.held), tuple(given.every), given.threads, given.seed)
+        return run(given.command, tuple(given.held), tuple(given.every), given.late, given.seed)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-if THREADS in os.environ:
-    delay_threads(float(os.environ[THREADS]), int(os.environ[SEED]))
+if LATE in os.environ:
+    delay_signals(float(os.environ[LATE]), int(os.environ[SEED]))
+    delay_threads(float(os.environ[LATE]), int(os.environ[SEED]))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,6 +7,7 @@ import email
 import json
 import os
 import re
+import signal
 import socket
 import struct
 import threading
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -257,6 +259,17 @@ def until(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.005)
+
+
+def freeze(pid: int) -> None:
+    """Stop a process, and wait until it is: the thread that gets the signal may come after others that still run."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: all(state(thread) == "T" for thread in Path(f"/proc/{pid}/task").iterdir()))
+
+
+def state(folder: Path) -> str:
+    """The state of a process or thread, by its folder in /proc."""
+    return (folder / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def unhurried(monkeypatch: pytest.MonkeyPatch, *urls: str) -> None:

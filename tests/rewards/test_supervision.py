@@ -29,7 +29,7 @@ from retouch.rewards.server import worker as worker_module
 from retouch.rewards.server.launch import ServeOptions, parse_devices, serve
 from retouch.types import Failure, Score
 from tests.rewards import test_launch
-from tests.rewards.fakes import HANG_S, brightness, item, items, until, values
+from tests.rewards.fakes import HANG_S, brightness, freeze, item, items, until, values
 from tests.rewards.test_launch import START_S, Served, alive, answers, ready, served
 
 BRIGHTNESS = json.dumps({"fn": {"fn": "tests.rewards.user_scorers:brightness"}})
@@ -333,7 +333,7 @@ def test_a_frozen_worker_is_replaced_within_seconds(monkeypatch: pytest.MonkeyPa
             await scoring
             assert worker.ready and worker.restarts == 0
             monkeypatch.setattr(worker_module, "_SILENT_PULSES", 6)
-            os.kill(worker.pid, signal.SIGSTOP)
+            freeze(worker.pid)
             large = item(0, image=np.zeros((2048, 2048, 3), np.uint8))
             started = time.monotonic()
             with pytest.raises(worker_module.WorkerLost):
@@ -358,7 +358,7 @@ def test_no_pulse_comes_between_the_slices_of_a_batch(monkeypatch: pytest.Monkey
         try:
             await working(worker)
             large = item(0, image=np.full((2048, 2048, 3), 51, np.uint8))
-            os.kill(worker.pid, signal.SIGSTOP)
+            freeze(worker.pid)
             scoring = asyncio.create_task(worker.score(["fn"], [large], [time.monotonic() + 60]))
             await asyncio.sleep(0.5)
             os.kill(worker.pid, signal.SIGCONT)
