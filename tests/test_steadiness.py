@@ -62,7 +62,7 @@ def test_what_a_test_stops_is_stopped_before_it_goes_on() -> None:
     root = Path(__file__).parent
     sent = re.compile(r"(os\.kill(pg)?|send_signal)\(.*SIGSTOP")
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if sent.search(path.read_text("utf-8"))}
-    assert found == {"rewards/fakes.py"}
+    assert found == {"rewards/fakes.py", "test_stutter.py"}  # it is about late signals
 
 
 def test_what_is_found() -> None:
