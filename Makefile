@@ -18,7 +18,7 @@ RECORD = --record-durations=.venv/durations-$@.json
 DAILY := not slow and not full and not gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-ci test-rest test-all trust audit environments test-slow test-deepspeed test-gpu lint style types docs mutants clean
+.PHONY: help demo test test-ci test-rest test-all repeat trust audit environments test-slow test-deepspeed test-gpu lint style types docs mutants clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -37,6 +37,10 @@ test-rest: .venv/.installed ## Run what make test-ci runs and make test does not
 
 test-all: .venv/.installed ## Run every test that needs no GPU (hours), before a release
 	@$(call beside_lint,$(TEST) $(WORKERS) -m "not gpu")
+
+repeat: lint ## Run the tests that failed once more, alone, until one fails again
+	$(TEST) -vv --last-failed --last-failed-no-failures none --maxfail 1
+	@echo "unsteady: the tests named above failed before, and pass alone"
 
 # A command while make lint runs; fails if either does.
 beside_lint = $(MAKE) --no-print-directory lint > .venv/lint.log 2>&1 & lint=$$!; \
