@@ -27,6 +27,7 @@ from retouch.tiny.signs import (
 from tests import forked, remembered, tiers
 from tests.command_line import retouch
 from tests.families.facts import text_length
+from tests.tiny_models import shallow_flux
 
 torch.set_num_threads(1)
 settings.register_profile("fast", max_examples=30, deadline=None)
@@ -77,6 +78,8 @@ def pytest_collection_finish() -> None:
     for garbage. Tiny models are read for hundreds of tests."""
     if loading := sys.modules.get("retouch.families.loading"):
         vars(loading)["read_component"] = remembered.components(vars(loading)["read_component"])
+    if meta := sys.modules.get("retouch.families.meta"):
+        vars(meta)["component_on_meta"] = remembered.networks_on_meta(vars(meta)["component_on_meta"])
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -114,9 +117,22 @@ def signs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run_file(signs: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def shallow() -> None:
+    """Runs of `run_file` and `config` on the tiny FLUX.1-Fill have two of its six blocks and take three fifths of the
+    time: for files whose tests compare runs with each other. One of them that needs what the whole network has learned
+    asks for `model__path="tiny"`."""
+
+
+@pytest.fixture
+def run_file(signs: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., dict[str, Any]]:
     """A GRPO run of the smallest kind as a mapping; keyword arguments are dotted overrides with `__` for dots."""
-    return lambda **overrides: small_run(signs, tmp_path / "runs", **overrides)
+    few = "shallow" in request.fixturenames
+
+    def make(**overrides: Any) -> dict[str, Any]:
+        own = {"model__path": shallow_flux()} if few and not {"model", "model__family"} & overrides.keys() else {}
+        return small_run(signs, tmp_path / "runs", **{**own, **overrides})
+
+    return make
 
 
 @pytest.fixture

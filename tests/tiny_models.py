@@ -35,6 +35,21 @@ def tiny_model(family: str) -> str:
     return str(folder)
 
 
+@cache
+def shallow_flux() -> str:
+    """The tiny FLUX.1-Fill with two of its six blocks, one of each kind: for runs that are only compared."""
+    whole, folder = tiny_path("flux_fill"), Path(tempfile.mkdtemp(prefix="retouch-shallow-"))
+    for part in whole.iterdir():
+        if part.name != "transformer":
+            (folder / part.name).symlink_to(part)
+    network: Any = FluxTransformer2DModel.from_pretrained(whole / "transformer")
+    network.register_to_config(num_layers=1, num_single_layers=1)
+    network.transformer_blocks = network.transformer_blocks[:1]
+    network.single_transformer_blocks = network.single_transformer_blocks[-1:]
+    network.save_pretrained(folder / "transformer")
+    return str(folder)
+
+
 RELEASED_PARTS = {"image_proj": "image_proj_mlp", "ip_adapter": "attn_adapter"}
 """What Calligrapher's file calls its parts; the query-former has the same name everywhere."""
 
