@@ -44,7 +44,7 @@ CHOSEN = [
     ("flux_dev", "grpo", "full"),
     ("flux_kontext", "dpo", "lora"),
     KTO,
-    ("sdxl_inpaint", "nft", "lora"),
+    ("qwen_image", "nft", "lora"),
     ("sd3", "reward_gradient", "lora"),
 ]
 """Every algorithm once, each on another family: what a family has of its own is in no checkpoint."""
