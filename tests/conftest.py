@@ -5,7 +5,9 @@ One torch thread per test process: the networks are tiny, and workers share the 
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.metadata
 import os
 import signal
 import sys
@@ -60,6 +62,7 @@ def pytest_sessionstart() -> None:
     """What is written need not outlive the machine, and published run files are read for hundreds of tests."""
     os.fsync = lambda fd: None
     yaml12.parse = remembered.parses(yaml12.parse)
+    importlib.metadata.version = functools.cache(importlib.metadata.version)  # every run asks for those of its packages
 
 
 LONG = ("tests/distributed/", "tests/test_secrets.py", "tests/algorithms/test_killed.py", "tests/examples/")
