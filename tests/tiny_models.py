@@ -15,7 +15,8 @@ from retouch.adapters.formats import AdapterShape
 from retouch.adapters.hosts import host_of
 from retouch.families import FAMILIES
 from retouch.families.loading import tiny_path
-from retouch.families.tiny import byte_clip_tokenizer, bytes_to_characters, tiny_pipeline
+from retouch.families.tiny import TEXT_WIDTH, byte_clip_tokenizer, bytes_to_characters, tiny_pipeline
+from retouch.families.unet.tiny import unet
 from retouch.image_encoder import TINY
 
 PACKAGED = [family for family in FAMILIES if tiny_path(family).is_dir()]
@@ -47,6 +48,19 @@ def shallow_flux() -> str:
     network.transformer_blocks = network.transformer_blocks[:1]
     network.single_transformer_blocks = network.single_transformer_blocks[-1:]
     network.save_pretrained(folder / "transformer")
+    return str(folder)
+
+
+@cache
+def narrow_sd() -> str:
+    """The tiny Stable Diffusion for inpainting with random weights in a U-Net of a third of its width."""
+    whole, folder = tiny_path("sd_inpaint"), Path(tempfile.mkdtemp(prefix="retouch-narrow-"))
+    for part in whole.iterdir():
+        if part.name != "unet":
+            (folder / part.name).symlink_to(part)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        unet((16, 32), 4, TEXT_WIDTH).save_pretrained(folder / "unet")
     return str(folder)
 
 

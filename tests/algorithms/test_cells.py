@@ -15,7 +15,7 @@ from retouch.config import RunConfig
 from retouch.families import FAMILIES
 from retouch.observe.run_dir import read_metrics
 from tests.selection import cells, covering
-from tests.tiny_models import WITH_BASE, shallow_flux, tiny_model
+from tests.tiny_models import WITH_BASE, narrow_sd, shallow_flux, tiny_model
 
 from .runs import Config, Use, brightness, labelled, of_kind, same_weights, train, weights
 
@@ -67,7 +67,9 @@ def cell(config: Config, family: str, algorithm: str, kind: str, **overrides: An
 
 
 def path_of(family: str) -> str:
-    return shallow_flux() if family == "flux_fill" else tiny_model(family)
+    """A smaller network where there is one: runs of a cell are compared with each other alone."""
+    smaller = {"flux_fill": shallow_flux, "sd_inpaint": narrow_sd}
+    return smaller[family]() if family in smaller else tiny_model(family)
 
 
 def data_of(algorithm: str, signs: Path | None) -> dict[str, Any]:
