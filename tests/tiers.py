@@ -23,7 +23,7 @@ from tests import forked
 
 RECORD = Path(__file__).with_name("durations.json")
 
-LIMIT_S = 0.07
+LIMIT_S = 0.06
 """Processor seconds from which a test belongs to the tier `ci`."""
 
 ALARM_S = 0.5
