@@ -57,7 +57,7 @@ audit: .venv/.installed ## Compare packages with their pinned hashes, and look u
 	  { echo "audit: a vulnerability, or a package that could not be looked up (no network, or an index without its versions)"; exit 1; }
 
 environments: .venv/.installed ## Resolve the packages of every reward environment, without installing them
-	$(TEST) -q -m full tests/rewards/test_environments.py
+	$(TEST) $(WORKERS) -q -m full tests/rewards/test_environments.py
 
 test-slow: .venv/.installed ## Run the tests that take minutes
 	$(TEST) -m slow

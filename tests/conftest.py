@@ -5,7 +5,9 @@ One torch thread per test process: the networks are tiny, and workers share the 
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.metadata
 import os
 import signal
 import sys
@@ -27,6 +29,7 @@ from retouch.tiny.signs import (
 from tests import forked, remembered, tiers
 from tests.command_line import retouch
 from tests.families.facts import text_length
+from tests.tiny_models import shallow_flux
 
 torch.set_num_threads(1)
 settings.register_profile("fast", max_examples=30, deadline=None)
@@ -59,6 +62,7 @@ def pytest_sessionstart() -> None:
     """What is written need not outlive the machine, and published run files are read for hundreds of tests."""
     os.fsync = lambda fd: None
     yaml12.parse = remembered.parses(yaml12.parse)
+    importlib.metadata.version = functools.cache(importlib.metadata.version)  # every run asks for those of its packages
 
 
 LONG = ("tests/distributed/", "tests/test_secrets.py", "tests/algorithms/test_killed.py", "tests/examples/")
@@ -77,6 +81,8 @@ def pytest_collection_finish() -> None:
     for garbage. Tiny models are read for hundreds of tests."""
     if loading := sys.modules.get("retouch.families.loading"):
         vars(loading)["read_component"] = remembered.components(vars(loading)["read_component"])
+    if meta := sys.modules.get("retouch.families.meta"):
+        vars(meta)["component_on_meta"] = remembered.networks_on_meta(vars(meta)["component_on_meta"])
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -114,9 +120,22 @@ def signs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run_file(signs: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def shallow() -> None:
+    """Runs of `run_file` and `config` on the tiny FLUX.1-Fill have two of its six blocks and take three fifths of the
+    time: for files whose tests compare runs with each other. One of them that needs what the whole network has learned
+    asks for `model__path="tiny"`."""
+
+
+@pytest.fixture
+def run_file(signs: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., dict[str, Any]]:
     """A GRPO run of the smallest kind as a mapping; keyword arguments are dotted overrides with `__` for dots."""
-    return lambda **overrides: small_run(signs, tmp_path / "runs", **overrides)
+    few = "shallow" in request.fixturenames
+
+    def make(**overrides: Any) -> dict[str, Any]:
+        own = {"model__path": shallow_flux()} if few and not {"model", "model__family"} & overrides.keys() else {}
+        return small_run(signs, tmp_path / "runs", **{**own, **overrides})
+
+    return make
 
 
 @pytest.fixture

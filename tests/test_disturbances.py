@@ -21,6 +21,8 @@ from retouch.engine import Engine
 from tests import forked
 from tests.command_line import retouch
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 RunFile = Callable[..., dict[str, Any]]
 
 

@@ -26,6 +26,7 @@ from tests import forked
 from tests.conftest import small_run
 from tests.rewards.fakes import until
 from tests.rewards.openai_server import KEY, OpenAIServer
+from tests.tiny_models import shallow_flux
 
 SECRETS = {
     "RETOUCH_REWARD_TOKEN": "rt-planted-7c1f0e5d92ab",
@@ -94,6 +95,7 @@ def left(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
         run = small_run(
             signs,
             folder / "runs",
+            model__path=shallow_flux(),
             rewards=rewards,
             algorithm__inner_epochs=3,
             optimizer__lr=1e30,

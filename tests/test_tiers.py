@@ -49,7 +49,7 @@ def test_cells_of_make_test_are_marked() -> None:
 
 
 def test_an_expensive_test_is_listed_by_its_name_or_its_cases() -> None:
-    first = {"t.py::a[1]": 0.9, "t.py::a[2]": 0.05, "t.py::b[1]": 0.5, "t.py::b[2]": 2.0, "t.py::c": 0.06}
+    first = {"t.py::a[1]": 0.9, "t.py::a[2]": 0.05, "t.py::b[1]": 0.5, "t.py::b[2]": 2.0, "t.py::c": 0.05}
     second = {"t.py::a[1]": 0.4, "t.py::b[1]": 3.0}
     entries = listed(smallest([first, second]))
     assert entries == {"t.py::a[1]": 0.4, "t.py::b": 2.0}

@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests import forked
 
 RECORD = Path(__file__).with_name("durations.json")
 
-LIMIT_S = 0.07
+LIMIT_S = 0.06
 """Processor seconds from which a test belongs to the tier `ci`."""
 
 ALARM_S = 0.5
@@ -42,14 +43,18 @@ class Record:
     expensive: Mapping[str, float]
     guards: Mapping[str, float]
 
+    @cached_property
+    def _guarded(self) -> frozenset[str]:
+        """Functions of which a case is a guard."""
+        return frozenset(map(of_function, self.guards))
+
     def has(self, test: str) -> bool:
         """Whether the seconds of a test are known to be many."""
         return test in self.expensive or of_function(test) in self.expensive
 
     def leaves_out(self, test: str) -> bool:
         """Whether `make test` leaves out a test, or if it is named without its case, all of its cases."""
-        guarded = test in self.guards or any(of_function(guard) == test for guard in self.guards)
-        return self.has(test) and not guarded
+        return self.has(test) and test not in self.guards and test not in self._guarded
 
 
 def read(path: Path = RECORD) -> Record:

@@ -15,7 +15,8 @@ from retouch.adapters.formats import AdapterShape
 from retouch.adapters.hosts import host_of
 from retouch.families import FAMILIES
 from retouch.families.loading import tiny_path
-from retouch.families.tiny import byte_clip_tokenizer, bytes_to_characters, tiny_pipeline
+from retouch.families.tiny import TEXT_WIDTH, byte_clip_tokenizer, bytes_to_characters, tiny_pipeline
+from retouch.families.unet.tiny import unet
 from retouch.image_encoder import TINY
 
 PACKAGED = [family for family in FAMILIES if tiny_path(family).is_dir()]
@@ -32,6 +33,34 @@ def tiny_model(family: str) -> str:
         return "tiny"
     folder = Path(tempfile.mkdtemp(prefix=f"retouch-{family}-"))
     tiny_pipeline(family).save_pretrained(folder)
+    return str(folder)
+
+
+@cache
+def shallow_flux() -> str:
+    """The tiny FLUX.1-Fill with two of its six blocks, one of each kind: for runs that are only compared."""
+    whole, folder = tiny_path("flux_fill"), Path(tempfile.mkdtemp(prefix="retouch-shallow-"))
+    for part in whole.iterdir():
+        if part.name != "transformer":
+            (folder / part.name).symlink_to(part)
+    network: Any = FluxTransformer2DModel.from_pretrained(whole / "transformer")
+    network.register_to_config(num_layers=1, num_single_layers=1)
+    network.transformer_blocks = network.transformer_blocks[:1]
+    network.single_transformer_blocks = network.single_transformer_blocks[-1:]
+    network.save_pretrained(folder / "transformer")
+    return str(folder)
+
+
+@cache
+def narrow_sd() -> str:
+    """The tiny Stable Diffusion for inpainting with random weights in a U-Net of a third of its width."""
+    whole, folder = tiny_path("sd_inpaint"), Path(tempfile.mkdtemp(prefix="retouch-narrow-"))
+    for part in whole.iterdir():
+        if part.name != "unet":
+            (folder / part.name).symlink_to(part)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        unet((16, 32), 4, TEXT_WIDTH).save_pretrained(folder / "unet")
     return str(folder)
 
 

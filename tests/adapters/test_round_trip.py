@@ -12,6 +12,7 @@ import shutil
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,6 +42,7 @@ from retouch.families.tiny import TEXT_TOKENS, tiny_pipeline
 from retouch.rollout.sampler import latent_shape, noise_for
 from retouch.types import Condition, Example
 from tests.families.conftest import ode_image, random_example, with_point_posterior
+from tests.selection import rows
 from tests.tiny_models import attentive
 
 SIZE, STEPS, SEED = (32, 64), 2, 11
@@ -61,6 +63,9 @@ STOCK = {
 
 POSITIONS = "pos_embed.pos_embed"
 """Table of positions of SD3, which is no parameter."""
+
+WHOLE = ("flux_fill", "sd_inpaint", "sd3", "qwen_image")
+"""Families whose full weights are drawn from here: a network of each kind. Those of every family are read again."""
 
 GUIDANCE = {"flux_kontext": 2.5, "sd_inpaint": 7.5, "sdxl_inpaint": 7.5, "flux_fill": 30.0, "flux_dev": 3.5}
 """Family -> guidance scale; 4 of others."""
@@ -215,7 +220,12 @@ def levels(a: Tensor, b: Tensor) -> int:
     return int(((a * 255).round() - (b * 255).round()).abs().max())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("base", "kind"),
+    rows([*product(FAMILIES, KINDS)], [*product(FAMILIES, ["lora"]), *product(WHOLE, ["full"])]),
+    indirect=["base"],
+    scope="module",
+)
 @torch.no_grad()
 def test_the_pipeline_of_an_export_samples_the_runs_image(base: Base, kind: str, tmp_path: Path) -> None:
     section = base.section(kind)

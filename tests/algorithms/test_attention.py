@@ -11,6 +11,8 @@ from tests.families.conftest import attention_of
 
 from .runs import Config, brightness, of_kind, train
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 
 @pytest.mark.parametrize("kernel", ["math", "torch_flash"])
 def test_training_with_another_kernel_is_on_policy(kernel: str, config: Config, scripted: Any) -> None:

@@ -15,7 +15,7 @@ from retouch.config import RunConfig
 from retouch.families import FAMILIES
 from retouch.observe.run_dir import read_metrics
 from tests.selection import cells, covering
-from tests.tiny_models import WITH_BASE, tiny_model
+from tests.tiny_models import WITH_BASE, narrow_sd, shallow_flux, tiny_model
 
 from .runs import Config, Use, brightness, labelled, of_kind, same_weights, train, weights
 
@@ -52,7 +52,7 @@ def cell(config: Config, family: str, algorithm: str, kind: str, **overrides: An
     if algorithm == "reward_gradient":
         overrides = {"rollout__guidance_scale": guidance_of(family), **overrides}
     return config(
-        model={"family": family, "path": tiny_model(family), "dtype": "fp32", "train": TRAIN[kind]},
+        model={"family": family, "path": path_of(family), "dtype": "fp32", "train": TRAIN[kind]},
         algorithm=own,
         rollout__window=window,
         rollout__noise_level=None,
@@ -64,6 +64,12 @@ def cell(config: Config, family: str, algorithm: str, kind: str, **overrides: An
         **data_of(algorithm, overrides.pop("signs", None)),
         **overrides,
     )
+
+
+def path_of(family: str) -> str:
+    """A smaller network where there is one: runs of a cell are compared with each other alone."""
+    smaller = {"flux_fill": shallow_flux, "sd_inpaint": narrow_sd}
+    return smaller[family]() if family in smaller else tiny_model(family)
 
 
 def data_of(algorithm: str, signs: Path | None) -> dict[str, Any]:

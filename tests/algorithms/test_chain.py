@@ -23,10 +23,11 @@ from retouch.training.experience import collect
 from retouch.training.session import Session
 from retouch.training.step import Step
 from tests.conftest import small_run
+from tests.tiny_models import shallow_flux
 
 from .runs import Config, brightness, of_kind, same_weights, train, weights
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 LORA = {"kind": "lora", "rank": 3, "alpha": 5.0}
 STRONG = {"optimizer__lr": 3e-3, "optimizer__sft_lr": 3e-3}
@@ -37,8 +38,9 @@ def supervised(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a finished supervised run of a LoRA, averaged, whose adapter shows."""
     root = tmp_path_factory.mktemp("supervised")
     made = small_run(
-        signs, root, name="sft", model__train=LORA, algorithm={"name": "sft"}, rewards={}, optimizer__lr=2e-2,
-        training__max_steps=3, ema={"decay": 0.5}, data__path=str(signs / "targets"), data__target="auto",
+        signs, root, name="sft", model__path=shallow_flux(), model__train=LORA, algorithm={"name": "sft"}, rewards={},
+        optimizer__lr=2e-2, training__max_steps=3, ema={"decay": 0.5}, data__path=str(signs / "targets"),
+        data__target="auto",
     )  # fmt: skip
     for section in ("warmup_data", "rollout"):
         made.pop(section)

@@ -23,6 +23,7 @@ from retouch.types import Failure, Outcome, Stopped
 from tests.command_line import retouch
 from tests.conftest import small_run
 from tests.selection import covering, default, rows
+from tests.tiny_models import shallow_flux
 
 from .runs import Config, Use, brightness, of_kind, same_weights, train
 
@@ -85,6 +86,7 @@ def whole(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = small_run(
         signs,
         root,
+        model__path=shallow_flux(),
         training__max_steps=3,
         training__checkpoint_every=1,
         training__eval_every=1,

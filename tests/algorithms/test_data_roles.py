@@ -34,6 +34,8 @@ from tests.tiny_models import tiny_model
 
 from .runs import Config, Use, brightness, of_kind, train
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 STRIP = 16
 
 

@@ -25,7 +25,7 @@ from tests.tiny_models import WITH_BASE
 
 from .runs import Config, Use, base_weights, brightness, gap_between_light_and_dark, of_kind, train, weights
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 LORA = {"kind": "lora", "rank": 4, "alpha": 8}
 

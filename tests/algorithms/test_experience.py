@@ -19,7 +19,7 @@ from retouch.types import Failure, Score
 
 from .runs import Config, Use, brightness, of_kind, train, weights
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 SIX = {"rollout__batch_size_per_device": 6, "rollout__group_size": 3, "optimizer__batch_size_per_device": 6}
 """Two groups of three in one forward."""

@@ -39,7 +39,7 @@ from tests.selection import rows
 
 from .runs import Config, Scripted, Use, base_weights, brightness, of_kind, same_weights, train, weights
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 FAILED = (7,)
 """Of 12 images: less than the 10 % beyond which a run stops."""

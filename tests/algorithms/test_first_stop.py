@@ -33,6 +33,8 @@ from .vlm_runs import train as train_vlm
 from .vlm_runs import vlm_file as vlm_file
 from .vlm_runs import weights as vlm_weights
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "sft": {},
     "grpo": {"kl_weight": 0.1},
@@ -137,7 +139,7 @@ def without_snapshots(checkpoint: Path) -> None:
     (checkpoint / "complete.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-@pytest.mark.parametrize("algorithm", default(OPTIONS, {"grpo", "dpo_offline"}.__contains__))
+@pytest.mark.parametrize("algorithm", default(OPTIONS, "grpo".__eq__))
 def test_an_outage_in_the_first_evaluation_is_resumed_bitwise(
     algorithm: str, run_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

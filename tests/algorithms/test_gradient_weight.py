@@ -22,7 +22,7 @@ from tests.selection import default
 
 from .runs import Config, of_kind, train, weights
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "flux_fill": {},

@@ -42,7 +42,7 @@ from tests.selection import default
 
 from .runs import Config, Scripted, Use, brightness, gap_between_light_and_dark, of_kind, same_weights, train, weights
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 # --- on policy ---
 

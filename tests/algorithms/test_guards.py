@@ -24,6 +24,8 @@ from tests.selection import default
 
 from .runs import Config, Scripted, Use, brightness, of_kind, same_weights, train, weights
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 ROSE = "the trained rewards rose by"
 GOLD = {"proxy": {"scorer": "preservation"}, "gold": {"scorer": "preservation", "role": "gold"}}
 

@@ -22,7 +22,7 @@ from tests.selection import cells
 
 from .runs import Config, Use, brightness, of_kind, train, weights
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 LORA: dict[str, Any] = {"path": "tiny", "dtype": "fp32", "train": {"kind": "lora", "rank": 4, "alpha": 8}}
 ON_THE_ODE: dict[str, Any] = {"rollout__window": None, "rollout__noise_level": None}

@@ -123,7 +123,7 @@ def start_of(made: RunConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.
         [("flux_fill", "sft"), ("flux_fill", "reward_gradient"), ("sd_inpaint", "grpo"), ("qwen_image", "nft")],
     ),
 )
-@pytest.mark.usefixtures("bare")
+@pytest.mark.usefixtures("bare", "shallow")
 def test_every_algorithm_trains_the_adapter_alone_and_resumes_bitwise(
     family: str, algorithm: str, config: Config, scripted: Use, styled: Path
 ) -> None:
@@ -161,7 +161,7 @@ def test_every_algorithm_trains_the_adapter_alone_and_resumes_bitwise(
         ("kv", lambda key: key.startswith("ip_adapter.")),
     ],
 )
-@pytest.mark.usefixtures("bare")
+@pytest.mark.usefixtures("bare", "shallow")
 def test_what_is_trained(choice: str, trained: Any, config: Config, scripted: Use, styled: Path) -> None:
     """And the files hold everything: what is frozen as it was, what is trained as it became."""
     scripted(brightness)
@@ -179,7 +179,7 @@ def test_what_is_trained(choice: str, trained: Any, config: Config, scripted: Us
     assert changed == {key for key in names if trained(key)}
 
 
-@pytest.mark.usefixtures("bare")
+@pytest.mark.usefixtures("bare", "shallow")
 def test_lora_is_merged_into_the_files_and_goes_on_from_its_factors(
     config: Config, scripted: Use, styled: Path
 ) -> None:
@@ -199,7 +199,7 @@ def test_lora_is_merged_into_the_files_and_goes_on_from_its_factors(
     assert same_weights(weights(whole), weights(second))
 
 
-@pytest.mark.usefixtures("bare")
+@pytest.mark.usefixtures("bare", "shallow")
 def test_with_the_value_norm_training_is_on_policy_and_resumes_bitwise(
     config: Config, scripted: Use, styled: Path
 ) -> None:
@@ -220,7 +220,7 @@ def test_with_the_value_norm_training_is_on_policy_and_resumes_bitwise(
         train(run_of(config, styled, "grpo", {**adapter, "value_norm": None}, name="whole", resume=resume, **own))
 
 
-@pytest.mark.usefixtures("bare")
+@pytest.mark.usefixtures("bare", "shallow")
 def test_training_goes_on_from_a_file_of_any_layout(
     config: Config, scripted: Use, styled: Path, tmp_path: Path
 ) -> None:
@@ -235,7 +235,7 @@ def test_training_goes_on_from_a_file_of_any_layout(
         assert same_weights(weights(made), weights(first))
 
 
-@pytest.mark.usefixtures("bare")
+@pytest.mark.usefixtures("bare", "shallow")
 def test_dropped_references_train_nothing_and_are_drawn_anew_each_step(config: Config, styled: Path) -> None:
     """On a frozen network a row without tokens has no gradient for the adapter; half the rows of many are dropped."""
     _, none = train(run_of(config, styled, "sft", {"reference_dropout": 1.0}, name="all"))
@@ -247,7 +247,7 @@ def test_dropped_references_train_nothing_and_are_drawn_anew_each_step(config: C
 
 
 @pytest.mark.parametrize("weights_of", [pytest.param("all", marks=pytest.mark.full), "kv_lora"])
-@pytest.mark.usefixtures("bare")
+@pytest.mark.usefixtures("bare", "shallow")
 def test_an_adapter_on_a_quantized_base(config: Config, scripted: Use, styled: Path, weights_of: str) -> None:
     """On-policy, trained, and its files are whole."""
     scripted(brightness)
@@ -389,7 +389,7 @@ def test_factors_of_a_file_are_merged_where_the_network_is() -> None:
     assert {t.device.type for t in trainee._whole(state).values()} == {"meta"}  # pyright: ignore[reportPrivateUsage]
 
 
-@pytest.mark.usefixtures("bare")
+@pytest.mark.usefixtures("bare", "shallow")
 def test_a_row_that_loses_its_caption_loses_its_reference(
     config: Config, styled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

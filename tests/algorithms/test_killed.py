@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from retouch.adapters.lora import FILE
 from retouch.families import FAMILIES
-from tests.algorithms.test_cells import data_of, guidance_of
+from tests.algorithms.test_cells import data_of, guidance_of, path_of
 from tests.algorithms.test_resume import run_child
 from tests.conftest import small_run
 from tests.selection import rows
-from tests.tiny_models import WITH_BASE, tiny_model
+from tests.tiny_models import WITH_BASE
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "sft": {},
@@ -44,7 +44,7 @@ CHOSEN = [
     ("flux_dev", "grpo", "full"),
     ("flux_kontext", "dpo", "lora"),
     KTO,
-    ("sdxl_inpaint", "nft", "lora"),
+    ("qwen_image", "nft", "lora"),
     ("sd3", "reward_gradient", "lora"),
 ]
 """Every algorithm once, each on another family: what a family has of its own is in no checkpoint."""
@@ -62,7 +62,7 @@ def run_file(folder: Path, signs: Path, family: str, algorithm: str, kind: str) 
     data = small_run(
         signs,
         folder / "runs",
-        model={"family": family, "path": tiny_model(family), "dtype": "fp32", "train": TRAIN[kind]},
+        model={"family": family, "path": path_of(family), "dtype": "fp32", "train": TRAIN[kind]},
         algorithm={"name": algorithm, **ALGORITHMS[algorithm]},
         rollout__guidance_scale=guidance_of(family)
         if algorithm == "reward_gradient"

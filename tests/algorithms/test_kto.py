@@ -19,7 +19,7 @@ from tests.tiny_models import WITH_BASE
 
 from .runs import Config, base_weights, labelled, of_kind, train
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 LORA = {"kind": "lora", "rank": 4, "alpha": 8}
 Make = Callable[..., RunConfig]

@@ -30,7 +30,7 @@ from tests.selection import default
 
 from .runs import Config, Use, brightness, by_group, of_kind, train, weights
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 SHAPE: dict[str, Any] = {
     "rollout__global_groups_per_batch": 4,

@@ -24,7 +24,7 @@ from tests.selection import default
 
 from .runs import Config, Use, brightness, of_kind, same_weights, train, weights
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 Gradients = list[dict[str, Tensor]]
 

@@ -33,7 +33,7 @@ from .runs import (
 )
 from .test_experience import moved
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from retouch.observe.run_dir import read_metrics
 from tests import forked
 from tests.rewards.fakes import free_port, get, until
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 STEPS = 4  # two epochs of two optimizer steps
 
 CHILD = """

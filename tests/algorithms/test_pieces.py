@@ -17,7 +17,7 @@ from tests.selection import rows
 
 from .runs import Config, Use, brightness, labelled, of_kind, train, weights
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 ODE: dict[str, Any] = {"rollout__window": None, "rollout__noise_level": None}
 RUNS: dict[str, dict[str, Any]] = {

@@ -13,6 +13,8 @@ from retouch.types import Failure, Outcome, Score, Stopped
 
 from .runs import Config, Use, brightness, of_kind, same_weights, train, weights
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 RISEN = (0.0, 1.0)
 STOP = {"training__stop_on_plateau": True, "training__eval_every": 1, "training__max_steps": 4, "resume": "auto"}
 

@@ -10,6 +10,8 @@ from tests.families.test_quantized import NF4
 
 from .runs import Config, brightness, of_kind, same_weights, train, weights
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 
 @pytest.mark.parametrize(
     "scheme",

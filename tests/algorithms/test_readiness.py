@@ -26,6 +26,8 @@ from tests.rewards.fakes import (
     unhurried,
 )
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 
 @pytest.mark.parametrize(("wait", "at_least"), [(0.0, 0.6), (1.2, 1.2)])
 def test_servers_get_time_to_start_and_the_message_says_how_to(

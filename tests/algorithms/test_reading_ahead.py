@@ -20,6 +20,8 @@ from retouch.rollout.encoded import EncodedData
 
 from .runs import Config, train, weights
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 
 def reads_of(options: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Tensor], list[int], list[int]]:
     """Weights of a run that keeps two examples in memory, the ids of the training data as they were read, and those of

@@ -25,6 +25,8 @@ from tests.command_line import retouch
 from tests.conftest import small_run
 from tests.selection import default
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 LORA = {"kind": "lora", "rank": 4}
 BROKEN: dict[str, dict[str, Any]] = {
     "sft": {"algorithm": {"name": "sft"}, "model__train": LORA},

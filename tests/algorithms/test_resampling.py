@@ -11,7 +11,7 @@ from retouch.types import Failure, Score, Stopped
 
 from .runs import Config, Use, brightness, by_group, of_kind, train
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 
 @pytest.mark.parametrize("name", ["grpo", pytest.param("dpo", marks=pytest.mark.full)])

@@ -38,6 +38,7 @@ from retouch.training.resume import changes_in_epoch
 from tests.command_line import Outcome, retouch
 from tests.conftest import small_run
 from tests.selection import default
+from tests.tiny_models import shallow_flux
 
 ANOTHER = "another value"
 
@@ -220,6 +221,7 @@ def written(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         if base not in found:
             root = tmp_path_factory.mktemp(base)
             given = {
+                "model__path": shallow_flux(),
                 "ema": {"decay": 0.9},
                 "evaluation__num_steps": 1,
                 "optimizer": {"lr": 1e-3, "batch_size_per_device": 2, "gradient_accumulation": 1},

@@ -26,7 +26,7 @@ from tests.tiny_models import tiny_model
 
 from .runs import Config, base_weights, of_kind, train, weights
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 Value = Callable[[Tensor], Tensor]
 """Reward of an image [3, H, W] in [0, 1]."""

@@ -33,7 +33,7 @@ from retouch.training.noised import denoising_error
 from retouch.types import Example
 from tests.command_line import retouch
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 Config = Callable[..., RunConfig]
 

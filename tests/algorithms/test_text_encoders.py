@@ -15,6 +15,8 @@ from retouch.use.precompute import precompute
 
 from .runs import Config, labelled, train
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 FOUR = {"lr": 1e-4, "batch_size_per_device": 1, "gradient_accumulation": 4}
 """A step of four forwards with a prompt each."""
 

@@ -60,7 +60,9 @@ def test_several_gpus_without_a_launcher_train(parts_of: Any, monkeypatch: pytes
     assert VlmTrainer(parts, arguments).args.train_batch_size == 8
 
 
-@pytest.mark.parametrize("trl", [{}, FULL], ids=["adapter", "all weights"])
+@pytest.mark.parametrize(
+    "trl", [pytest.param({}, id="adapter", marks=pytest.mark.full), pytest.param(FULL, id="all weights")]
+)
 def test_a_frozen_vision_tower_has_no_backward(parts_of: Any, trl: dict[str, Any]) -> None:
     """Under gradient checkpointing, which transformers turns on when the training begins, and TRL after each
     generation."""

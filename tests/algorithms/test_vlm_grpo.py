@@ -684,6 +684,15 @@ def test_pictures_that_nobody_would_look_at_are_refused(vlm_file: RunFile) -> No
         build_run(config, "cpu", 1, main=True)
 
 
+def test_nothing_of_a_run_is_pickled_for_its_data_set(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of billions of parameters it would take gigabytes and minutes."""
+    pickled: list[Any] = []
+    plain = VlmRun.__reduce_ex__
+    monkeypatch.setattr(VlmRun, "__reduce_ex__", lambda run, protocol: pickled.append(run) or plain(run, protocol))
+    trainer = VlmTrainer(*parts_of())
+    assert trainer.train_dataset[0]["prompt"] and not pickled
+
+
 def test_a_gradient_that_is_nan_ends_the_run_before_the_weights_change(vlm_file: RunFile) -> None:
     """TRL would write it into the weights and go on to the end."""
     outcome = train(vlm_file({"learning_rate": 1e30, "num_iterations": 2}, training__max_steps=4))

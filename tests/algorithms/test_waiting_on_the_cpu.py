@@ -20,7 +20,7 @@ from retouch.types import Trajectory
 
 from .runs import Config, Use, brightness, train
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 
 class OnDevice(Tensor):

@@ -18,7 +18,7 @@ from tests.selection import cells
 
 from .runs import Config, Use, brightness, of_kind, same_weights, train, weights
 
-pytestmark = pytest.mark.usefixtures("bare")
+pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 
 @pytest.fixture

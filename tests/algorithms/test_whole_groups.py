@@ -24,6 +24,8 @@ from tests.rewards.fakes import brightness, item
 
 from .runs import Config, of_kind, train
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 
 class Brightest:
     """The share of the other samples of its group that are darker; fails without another one."""

@@ -101,7 +101,9 @@ USAGE_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("arguments", default(USAGE_ERRORS, USAGE_ERRORS[1:6].__contains__))
+@pytest.mark.parametrize(
+    "arguments", default(USAGE_ERRORS, [USAGE_ERRORS[1], USAGE_ERRORS[2], USAGE_ERRORS[4]].__contains__)
+)
 def test_a_usage_error_imports_no_torch(arguments: list[str], tmp_path: Path) -> None:
     """It is reported within a second, not after the seconds that torch takes to import."""
     (tmp_path / "held").mkdir()

@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 
 from retouch.adapters.lora import FILE
 from retouch.engine.checkpoint import read_state
-from retouch.families.loading import tiny_path
 from retouch.observe.run_dir import read_metrics
 from tests import forked
 from tests.command_line import retouch
-from tests.tiny_models import tiny_model
+from tests.tiny_models import shallow_flux, tiny_model
+
+pytestmark = pytest.mark.usefixtures("shallow")
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -171,7 +172,7 @@ def test_two_ranks_train_as_one_process_does(run_yaml: Path) -> None:
     for name, expected in alone.items():
         assert torch.equal(first[name], second[name]), name
         torch.testing.assert_close(first[name], expected, atol=1e-5, rtol=0, msg=name)
-    start = load_file(tiny_path("flux_fill") / "transformer" / WEIGHTS)
+    start = load_file(Path(shallow_flux()) / "transformer" / WEIGHTS)
     assert max(float((t - start[name].float()).abs().max()) for name, t in alone.items()) > 1e-3
     averaged = [load_file(run / "checkpoints" / "step-000003" / "ema" / WEIGHTS) for run in (one, two)]
     for name, expected in averaged[0].items():

@@ -38,7 +38,7 @@ from retouch.families.loading import (
     tiny_path,
 )
 from retouch.image_encoder import TINY
-from tests.selection import cells
+from tests.selection import cells, covering
 from tests.tiny_models import tiny_model
 
 PARTS = [
@@ -149,6 +149,14 @@ TRAINED: list[dict[str, Any]] = [
 ]
 
 
+TRAINED_BY_FAMILY = [
+    (i, family)
+    for i, train in enumerate(TRAINED)
+    for family in FAMILIES
+    if train["kind"] != "ip_adapter" or FAMILIES[family].spec.adapter
+]
+
+
 def counted_of(run: RunConfig, found: Found | None = None) -> Counted:
     counted = count_weights(run, build_networks(run.model, found or find_model(run.model)))
     assert counted is not None
@@ -158,10 +166,8 @@ def counted_of(run: RunConfig, found: Found | None = None) -> Counted:
 @pytest.mark.parametrize(
     ("train", "family"),
     [
-        pytest.param(t, f, marks=() if (i + j) % 3 == 0 else pytest.mark.full)
-        for i, t in enumerate(TRAINED)
-        for j, f in enumerate(FAMILIES)
-        if t["kind"] != "ip_adapter" or FAMILIES[f].spec.adapter
+        pytest.param(TRAINED[i], f, marks=() if (i, f) in covering(TRAINED_BY_FAMILY, strength=1) else pytest.mark.full)
+        for i, f in TRAINED_BY_FAMILY
     ],
     ids=str,
 )

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from retouch.training.evaluation import (
     Evaluation,
     save_evaluation,
 )
+from tests import forked
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -65,6 +64,7 @@ demo.main()
 TRAINING = """#!/bin/bash
 for name in TERM USR1 INT; do trap "echo $name; exit 3" $name; done
 echo $$ ready
+kill -$RECEIVED $PPID
 while true; do sleep 0.05; done
 """
 
@@ -74,22 +74,19 @@ OTHERS = [pytest.param(number, marks=pytest.mark.full) for number in (signal.SIG
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS])
 def test_a_signal_to_the_demo_stops_its_training(number: signal.Signals, tmp_path: Path) -> None:
-    """`retouch train` writes a checkpoint and ends its reward server; here a program stands in for it."""
+    """`retouch train` writes a checkpoint and ends its reward server; here a program stands in for it, which sends the
+    demo the signal."""
     training = tmp_path / "python"
     training.write_text(TRAINING, encoding="utf-8")
     training.chmod(0o755)
-    command = [sys.executable, "-c", DEMO, str(training)]
     places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-    with (
-        subprocess.Popen(
-            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": places}, stdout=subprocess.PIPE, text=True
-        ) as process,
-        ExitStack() as ends,
-    ):
-        ends.callback(process.kill)
-        assert process.stdout is not None and "retouch train" in process.stdout.readline()
-        pid, _ = process.stdout.readline().split()
-        process.send_signal(number)
-        assert process.wait(timeout=60) == 3
-        assert process.stdout.read() == f"{number.name.removeprefix('SIG')}\n"
-    assert not Path(f"/proc/{pid}").exists()
+    demo = forked.run(
+        [sys.executable, "-c", DEMO, str(training)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": places, "RECEIVED": str(int(number))},
+        timeout=60,
+    )
+    command, ready, told = demo.stdout.splitlines()
+    assert "retouch train" in command and told == number.name.removeprefix("SIG"), demo.stderr
+    assert demo.returncode == 3
+    assert not Path(f"/proc/{ready.split()[0]}").exists()

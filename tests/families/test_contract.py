@@ -26,6 +26,7 @@ from retouch.rollout.plan import StepPlan, ode_plan, transition
 from retouch.rollout.sampler import latent_shape, noise_for, sample
 from retouch.types import Condition, Example
 from tests.families.conftest import random_example
+from tests.selection import cells
 
 SIZE = (32, 64)
 SEEDS = [5, 6, 7]
@@ -99,7 +100,7 @@ def test_a_row_does_not_depend_on_its_batch(family: str, masked: bool) -> None:
         torch.testing.assert_close(together, alone, atol=atol, rtol=1e-5)
 
 
-@case
+@pytest.mark.parametrize(("family", "masked"), cells(CASES, strength=1))
 def test_a_row_in_float64_does_not_depend_on_its_batch(family: str, masked: bool) -> None:
     """Within the rounding of the returned fp32, guidance of the released scale included: what fp32 forwards differ by
     is rounding alone."""

@@ -40,6 +40,8 @@ from tests.command_line import retouch
 from tests.conftest import small_run
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 Config = Callable[..., RunConfig]
 
 

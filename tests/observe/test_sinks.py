@@ -26,6 +26,8 @@ from retouch.observe import RunDir, sinks
 from retouch.observe.sinks import Beside, require_sinks
 from tests.command_line import retouch
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 Config = Callable[..., RunConfig]
 
 

@@ -27,7 +27,19 @@ WAYS: dict[str, Any] = {**kit.WAYS, **kit.MORE_WAYS}
 REWARDS = ["other", kit.REWARD]
 SLOW = {"hangs after headers", "trickles"}
 BALANCES = ("least_outstanding", "round_robin")
-LIKE_500 = {"401", "404", "HTML", "empty 200", "raises", "redirects", "out of range"}
+LIKE_500 = {
+    "401",
+    "404",
+    "HTML",
+    "empty 200",
+    "raises",
+    "redirects",
+    "out of range",
+    "500",
+    "cut off",
+    "NaN",
+    "truncated",
+}
 """Replies that tests of the client alone take, too: beside a sound server, in `make test-all`."""
 PASSING = {"500", "cut off"}
 """Ways that one server is asked again for, until time is up."""

@@ -313,6 +313,11 @@ class Rows:
         self.example = keep(run.data.__getitem__)
         self._shown = keep(lambda position: self.run.shown(self.example(position)))
 
+    def __reduce__(self) -> Any:
+        """datasets would pickle all of the run, policy included, for the name of a cache that nothing reads; after an
+        error it takes a random one."""
+        raise TypeError("rows of a run cannot be pickled")
+
     def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[Any]]:
         positions = list(batch["position"])
         rows: dict[str, list[Any]] = {
