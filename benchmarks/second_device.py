@@ -20,6 +20,9 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 
+COUNTS = ("to_device", "to_host", "copies", "waits", "placements")
+"""Bytes, copies to the device and waits of a step; and moves of frozen networks to the device in a whole run."""
+
 
 def measured(cells: list[str], offload: str) -> list[dict[str, Any]]:
     """A row of each cell; `faults` has what differed from the CPU, in words."""
@@ -34,7 +37,7 @@ def measured(cells: list[str], offload: str) -> list[dict[str, Any]]:
 def row(cell: str, offload: str, found: dict[str, Any]) -> dict[str, Any]:
     family, algorithm, kind = cell.split(",")
     names = {"family": family, "algorithm": algorithm, "kind": kind, "offload": offload == "on"}
-    counts = {name: found[name] for name in ("to_device", "to_host", "copies", "waits") if name in found}
+    counts = {name: found[name] for name in COUNTS if name in found}
     return {**names, "faults": found["faults"], **counts}
 
 

@@ -46,16 +46,6 @@ def encoders(released: bool, dtype: torch.dtype) -> dict[str, TextEncoder]:
     }
 
 
-class Counted(TextEncoders):
-    """Counts how often the encoders go back to the CPU; each time they were moved to the device before."""
-
-    left = 0
-
-    def _leave(self) -> None:
-        self.left += self.offload and self._moved
-        super()._leave()
-
-
 def measure(released: bool, device: str, repetitions: int, prompts: int = PROMPTS) -> dict[str, Any]:
     made = encoders(released, torch.bfloat16 if device == "cuda" else torch.float32)
     size = sum(p.numel() * p.element_size() for e in made.values() for p in e.model.parameters())
@@ -64,12 +54,12 @@ def measure(released: bool, device: str, repetitions: int, prompts: int = PROMPT
     moves, found = dict.fromkeys(times, 0), dict[str, torch.Tensor]()
     for repetition in range(repetitions + 1):
         for name in times:
-            texts = Counted(made, device)
+            texts = TextEncoders(made, device)
             start = clock()
-            with texts.placed() if name == "once" else nullcontext():
+            with texts.weights.held() if name == "once" else nullcontext():
                 rows = [texts.of(f"a sign that says {repetition} {i}") for i in range(prompts)]
             times[name].append(clock() - start)
-            moves[name], found[name] = 2 * texts.left, torch.stack([row["text"] for row in rows])
+            moves[name], found[name] = texts.weights.moves, torch.stack([row["text"] for row in rows])
     if not torch.equal(*found.values()):
         raise AssertionError("the embeddings differ")
     medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}  # the first warms up

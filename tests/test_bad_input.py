@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from diffusers import FluxTransformer2DModel
 from PIL import Image
@@ -520,6 +521,19 @@ def test_a_limit_of_the_machine_is_one_line(
     outcome = retouch("report", tmp_path)
     line = f"error: {limit}; see `ulimit -a`, or use a machine with more\n"
     assert (outcome.code, outcome.err) == (1, line)
+
+
+def test_a_device_that_is_full_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever its memory ends."""
+
+    def full(run: Path) -> Path:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+
+    monkeypatch.setattr("retouch.observe.report.write_report", full)
+    outcome = retouch("report", tmp_path)
+    told = "out of memory on the device (CUDA out of memory. Tried to allocate 2.00 GiB)"
+    assert outcome.code == 1
+    assert outcome.err == f"error: {told}; `retouch check --memory RUN.yaml` counts the need\n"
 
 
 # --- an installation without extras ---

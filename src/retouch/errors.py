@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from retouch.plain_text import printable
@@ -134,6 +136,30 @@ class NotReproduced(RetouchError, RuntimeError):
 
 class OutOfMemory(RetouchError, RuntimeError):
     """The device has too little memory, and a smaller micro-batch does not help."""
+
+
+def is_device_full(error: BaseException) -> bool:
+    """Whether it is torch's error of a device without free memory; torch need not be imported for it."""
+    return type(error).__name__ == "OutOfMemoryError"
+
+
+@contextmanager
+def fitting(what: str, remedies: str) -> Iterator[None]:
+    """Inside, memory of the device that ends is an error of one line.
+
+    Args:
+        what: that takes it, behind "out of memory".
+        remedies: options to set, behind "set".
+
+    Raises:
+        OutOfMemory: it ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_device_full(error):
+            raise
+        raise OutOfMemory(f"out of memory {what} ({first_line(error)}); set {remedies}") from error
 
 
 class Stopped(RetouchError):

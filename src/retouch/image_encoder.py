@@ -26,6 +26,7 @@ from retouch.disk import expanded
 from retouch.errors import why_unreadable
 from retouch.hub import read_variant, require_hub, variant_hint
 from retouch.lru import LruCache
+from retouch.waiting import Waiting
 
 TINY = Path(__file__).parent / "tiny" / "bases" / "image_encoder"
 """The encoder that comes with the package."""
@@ -64,9 +65,12 @@ class ImageEncoder:
 
     Attributes:
         width: D of a vector.
-        resident: whether the network stays on its device. False moves it there for each call that encodes and back to
-            the CPU: the references of a run are encoded once, and its memory is needed for training. True suits a
-            scorer, which encodes every sample: a SigLIP so400m is 1.7 GB to move.
+        weights: where the network is.
+
+    Args:
+        resident: whether the network stays on its device. False moves it there for each call that encodes: the
+            references of a run are encoded once, and its memory is needed for training. True suits a scorer, which
+            encodes every sample: a SigLIP so400m is 1.7 GB to move.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class ImageEncoder:
         resident: bool = False,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.resident = resident
+        self.weights = Waiting(lambda: [self.model], not resident)
         self.output = output
         self.size = int(model.config.image_size)
         self.width = int(model.config.projection_dim if output == "image_embeds" else model.config.hidden_size)
@@ -131,8 +135,7 @@ class ImageEncoder:
     def to(self, device: torch.device | str) -> None:
         """Set the device to compute on; a resident network moves there now."""
         self.device = torch.device(device)
-        if self.resident:
-            self.model.to(self.device)
+        self.weights.to(self.device)
 
     def __call__(self, images: Sequence[Image.Image]) -> Tensor:
         """[B, D] fp32 on the CPU."""
@@ -147,14 +150,10 @@ class ImageEncoder:
 
     @torch.no_grad()
     def _embed(self, images: Sequence[Image.Image]) -> list[Tensor]:
-        if not self.resident:
-            self.model.to(self.device)
-        # one by one: a vector must not depend on what it was batched with
-        pixels = [self.pixels(image)[None].to(self.device, self.model.dtype) for image in images]
-        vectors = [getattr(self.model(pixel_values=p), self.output)[0].float().cpu() for p in pixels]
-        if not self.resident:
-            self.model.to("cpu")
-        return vectors
+        with self.weights.used():
+            # one by one: a vector must not depend on what it was batched with
+            pixels = [self.pixels(image)[None].to(self.device, self.model.dtype) for image in images]
+            return [getattr(self.model(pixel_values=p), self.output)[0].float().cpu() for p in pixels]
 
 
 def pad_to_square(image: Image.Image) -> Image.Image:

@@ -146,7 +146,8 @@ class DiffusionModel(Protocol):
         ...
 
     def encoding(self) -> AbstractContextManager[None]:
-        """Inside, text encoders that wait on the CPU between uses are moved to the device once for many `encode`."""
+        """Inside, frozen networks that wait on the CPU between uses are moved to the device once for many uses: text
+        encoders, autoencoder and image encoder."""
         ...
 
     def encode_images(self, images: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import pytest
 from retouch.config import RunConfig, parse_run
 from retouch.families.text import TextEncoders
 from retouch.use.precompute import precompute
+from retouch.waiting import Waiting
 
 from .runs import Config, labelled, train
 
@@ -23,17 +24,16 @@ FOUR = {"lr": 1e-4, "batch_size_per_device": 1, "gradient_accumulation": 4}
 
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How often encoders were moved to the device and back so far; on a CPU nothing is copied, but asked for all the
-    same."""
-    left: list[None] = []
-    leave = TextEncoders._leave
+    """How often encoders were moved to the device so far; on a CPU nothing is copied, but asked for all the same."""
+    made: list[TextEncoders] = []
+    to = TextEncoders.to
 
-    def watched(self: TextEncoders) -> None:
-        left.extend([None] * (self.offload and self._moved))
-        leave(self)
+    def watched(self: TextEncoders, device: Any) -> None:
+        made.append(self)
+        to(self, device)
 
-    monkeypatch.setattr(TextEncoders, "_leave", watched)
-    return lambda: len(left)
+    monkeypatch.setattr(TextEncoders, "to", watched)
+    return lambda: sum(texts.weights.moves for texts in set(made))
 
 
 def pairs(signs: Path, folder: Path) -> Path:
@@ -91,3 +91,27 @@ def test_they_are_moved_once_for_all_embeddings(
 ) -> None:
     precompute(parse_run(run_file()), tmp_path / "cache")
     assert moves() == 1
+
+
+def test_text_encoders_have_left_before_the_autoencoder_comes(
+    run_file: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A T5 and an autoencoder beside it would need a larger device than either."""
+    there: dict[int, str] = {}
+    seen: list[set[str]] = []
+    arrive, leave = Waiting._arrive, Waiting._leave
+
+    def arriving(self: Waiting) -> None:
+        arrive(self)
+        there[id(self)] = type(next(iter(self._networks()))).__name__
+        seen.append(set(there.values()))
+
+    def leaving(self: Waiting) -> None:
+        leave(self)
+        there.pop(id(self), None)
+
+    monkeypatch.setattr(Waiting, "_arrive", arriving)
+    monkeypatch.setattr(Waiting, "_leave", leaving)
+    precompute(parse_run(run_file(model__offload_vae=True)), tmp_path / "cache")
+    assert {name for names in seen for name in names} == {"CLIPTextModel", "AutoencoderKL"}
+    assert all(len(names) == 1 for names in seen)

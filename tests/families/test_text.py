@@ -57,23 +57,23 @@ def test_encoders_are_moved_once_for_many_prompts() -> None:
     made: Any = Lengths()
     made.model = moved = Moved()
     text = TextEncoders({"text": made}, device="meta")
-    with text.placed():
+    with text.weights.held():
         assert moved.moves == []  # nothing to encode yet
-        with text.placed():
+        with text.weights.held():
             text.of("a")
         text.of("bb")
-        assert moved.moves == ["meta"] * 2  # the second finds it there
-    assert moved.moves == ["meta", "meta", "cpu"]
-    with text.placed():
+        assert moved.moves == ["meta"]  # the second finds it there
+    assert moved.moves == ["meta", "cpu"]
+    with text.weights.held():
         text.of("a")  # kept
     text.of("ccc")
-    assert moved.moves[3:] == ["meta", "cpu"]
+    assert moved.moves[2:] == ["meta", "cpu"]
 
 
 def test_encoders_that_are_not_offloaded_stay() -> None:
     made: Any = Lengths()
     made.model = moved = Moved()
     text = TextEncoders({"text": made}, device="meta", offload=False)
-    with text.placed():
+    with text.weights.held():
         text.of("a")
     assert "cpu" not in moved.moves

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 from diffusers import AutoencoderKL, AutoencoderKLQwenImage
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from retouch.config import parse_run
@@ -55,15 +55,17 @@ def test_a_picture_at_a_time_is_the_same_picture(family: str, mode: str) -> None
     assert calls == [1, 1, 1]
 
 
-class Moved:
+class Moved(nn.Module):
     """Where something with the methods of an autoencoder was, at each of its uses."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.place = "cpu"
         self.seen: list[str] = []
 
-    def to(self, device: Any) -> None:
+    def to(self, device: Any) -> Self:  # type: ignore[override]
         self.place = str(device)
+        return self
 
     def encode(self, x: Tensor) -> Tensor:
         self.seen.append(self.place)

@@ -61,7 +61,8 @@ class Record:
         to_device, to_host: bytes that were copied.
         moves: copies to the device.
         waits: operation -> how often the CPU waited, copies to it included ("to_host").
-        places: "operation FILE:LINE FUNCTION", the last line of the package -> how often it waited there.
+        places: "operation FILE:LINE FUNCTION", the last line of the package -> how often it waited there. Copies to the
+            device count, too: until one from ordinary memory has been made, the CPU waits for all work before it.
     """
 
     to_device: int = 0
@@ -294,6 +295,7 @@ def _moved(size: int) -> None:
     for record in _records:
         record.to_device += size
         record.moves += 1
+        record.places[f"to_device {_place()}"] += 1
 
 
 def _wait(what: str) -> None:
@@ -301,8 +303,12 @@ def _wait(what: str) -> None:
         record.wait(what)
 
 
+WITHIN = ("predict", "sample")
+"""Functions that `_place` names: a prediction, and a loop of a solver."""
+
+
 def _place() -> str:
-    """The innermost line of the package that is being run, and whether a prediction called it; "elsewhere" in a thread
+    """The innermost line of the package that is being run, and which of `WITHIN` called it; "elsewhere" in a thread
     of the backward."""
     frame: Any = sys._getframe(1)
     place, functions = "elsewhere", set[str]()
@@ -313,7 +319,7 @@ def _place() -> str:
                 place = f"{path.rpartition('/retouch/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
             functions.add(frame.f_code.co_name)
         frame = frame.f_back
-    return f"{place}, in predict" if "predict" in functions else place
+    return ", in ".join([place, *(name for name in WITHIN if name in functions)])
 
 
 class Generator(torch.Generator):

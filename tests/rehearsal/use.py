@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,12 +23,13 @@ from accelerate.state import AcceleratorState, PartialState
 
 from retouch.config import RunConfig, parse_run
 from retouch.families import loading
-from retouch.families.text import TextEncoders
 from retouch.rewards.scorers import preservation
 from retouch.tiny.signs import draw_words, write_signs
 from retouch.training.session import Session
+from retouch.waiting import Waiting
 from tests.algorithms.runs import Scripted, brightness, of_kind, train, weights
 from tests.algorithms.test_cells import cell
+from tests.algorithms.test_ip_adapter import ADAPTER
 from tests.conftest import SIZE, small_run
 from tests.rehearsal.device import NAME, Record, recorded, rehearse
 
@@ -49,15 +51,23 @@ def runs_on(name: str) -> Iterator[torch.device]:
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def signs_in(folder: Path) -> Path:
-    write_signs(folder / "targets", draw_words(8, "train", 1), SIZE, 1)
-    write_signs(folder / "prompts", draw_words(8, "train", 2), SIZE, 2, with_targets=False, first_id=100)
-    write_signs(folder / "held_out", draw_words(4, "held_out", 3), SIZE, 3, first_id=200)
+def signs_in(folder: Path, styled: bool = False) -> Path:
+    """Signs, `styled` ones with another word in the same style as their reference."""
+    if not styled:
+        signs_in(folder / "styled", styled=True)
+    write_signs(folder / "targets", draw_words(8, "train", 1), SIZE, 1, styled=styled)
+    prompts = draw_words(8, "train", 2)
+    write_signs(folder / "prompts", prompts, SIZE, 2, with_targets=False, first_id=100, styled=styled)
+    write_signs(folder / "held_out", draw_words(4, "held_out", 3), SIZE, 3, first_id=200, styled=styled)
     return folder
 
 
 def cell_in(runs: Path, signs: Path, names: tuple[str, str, str], **overrides: Any) -> RunConfig:
-    """A run of a cell of `tests/algorithms/test_cells.py` in this folder."""
+    """A run of a cell of `tests/algorithms/test_cells.py` in this folder; of the kind `ip_adapter`, too."""
+    family, algorithm, kind = names
+    if kind == "ip_adapter":
+        signs, kind = signs / "styled", "lora"
+        overrides = {"model__train": ADAPTER, **overrides}
 
     def config(**given: Any) -> RunConfig:
         return parse_run(small_run(signs, runs, **{"evaluation__num_steps": 1, **given}))
@@ -67,7 +77,7 @@ def cell_in(runs: Path, signs: Path, names: tuple[str, str, str], **overrides: A
     def shorter(**own: Any) -> RunConfig:
         return config(**{**own, **given})
 
-    return cell(shorter, *names, signs=signs)
+    return cell(shorter, family, algorithm, kind, signs=signs)
 
 
 @contextmanager
@@ -107,16 +117,18 @@ def training_only(record: Record) -> Iterator[None]:
 
 
 @contextmanager
-def placements() -> Iterator[list[str]]:
-    """Where text encoders were moved to, in order; "cpu" back."""
-    moved: list[str] = []
-    place = TextEncoders._place
+def placements() -> Iterator[Counter[str]]:
+    """How often frozen networks that wait on the CPU were moved to the device, by what their part is."""
+    moved = Counter[str]()
+    arrive = Waiting._arrive
 
-    def watched(self: TextEncoders, device: torch.device) -> None:
-        moved.append(device.type)
-        place(self, device)
+    def watched(self: Waiting) -> None:
+        before = self.moves
+        arrive(self)
+        names = {type(network).__name__ for network in self._networks()}
+        moved.update(dict.fromkeys(names, self.moves - before))
 
-    with mock.patch.object(TextEncoders, "_place", watched):
+    with mock.patch.object(Waiting, "_arrive", watched):
         yield moved
 
 
@@ -139,8 +151,8 @@ def options(names: tuple[str, str, str], offload: bool) -> dict[str, Any]:
 def walked(folder: Path, signs: Path, names: tuple[str, str, str], offload: bool) -> dict[str, Any]:
     """One cell on the device, and again from its checkpoint inside an epoch, beside what `on_the_cpu` left.
 
-    Returns: `faults`, in words; bytes, copies and waits of a step of training; the places of the waits; and where text
-        encoders were moved to.
+    Returns: `faults`, in words; bytes, copies and waits of a step of training; their places; and how often frozen
+        networks were moved to the device.
     """
     given, name = options(names, offload), "-".join(names)
     expected = torch.load(folder / f"{name}.pt", weights_only=True)
@@ -163,7 +175,7 @@ def walked(folder: Path, signs: Path, names: tuple[str, str, str], offload: bool
         "copies": round(record.moves / steps, 1),
         "waits": {what: round(count / steps, 1) for what, count in record.waits.most_common()},
         "places": dict(record.places.most_common()),
-        "placements": moved,
+        "placements": {name: count for name, count in moved.items() if count},
     }
 
 

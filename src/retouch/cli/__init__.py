@@ -23,7 +23,7 @@ from retouch import __version__
 from retouch.cli import data, flags, rewards, runs, use
 from retouch.console import outlast_readers, results_problem
 from retouch.disk import OBSTRUCTED, file_problem
-from retouch.errors import RetouchError, Stopped, first_line
+from retouch.errors import RetouchError, Stopped, first_line, is_device_full
 from retouch.machine import let_threads_sleep
 from retouch.plain_text import printable
 from retouch.signals import interrupt_on_signals, interrupted
@@ -182,6 +182,11 @@ def _outcome(error: Exception) -> tuple[int, str] | None:
         return 2 if error.errno in OBSTRUCTED else 1, problem
     if problem := _lost_process(error):
         return 1, problem
+    if is_device_full(error):
+        return (
+            1,
+            f"out of memory on the device ({first_line(error)}); `retouch check --memory RUN.yaml` counts the need",
+        )
     if limit := _limit_reached(error):
         return 1, f"{limit}; see `ulimit -a`, or use a machine with more"
     return None
@@ -211,8 +216,7 @@ _LIMITS = {
 
 
 def _limit_reached(error: Exception) -> str | None:
-    """The limit that an error of Python, torch or the system reports; None for another error. torch's errors of a GPU
-    are `OutOfMemory`."""
+    """The limit that an error of Python, torch or the system reports; None for another error."""
     if isinstance(error, MemoryError):
         return "out of memory"
     text = str(error) if isinstance(error, OSError | RuntimeError | ImportError) else ""

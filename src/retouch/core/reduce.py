@@ -29,7 +29,10 @@ def per_row(value: Tensor | float, x: Tensor, name: str) -> Tensor:
     Raises:
         ValueError: any other shape, with both shapes in the message.
     """
-    v = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+    if isinstance(value, Tensor):
+        v = value.to(x.device, x.dtype)
+    else:  # a tensor that is made of a number is copied to the device, which the CPU waits for
+        v = torch.full((), value, dtype=x.dtype, device=x.device)
     if v.ndim == 0:
         return v
     if v.shape == x.shape[:1]:

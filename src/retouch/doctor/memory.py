@@ -54,6 +54,7 @@ class Counted:
         others: frozen networks beside it, by name.
         waiting: names of those that are on the device only while they encode.
         decoder: bytes of the activations of one decode with gradient; 0 where the algorithm takes none.
+        tables: bytes of tables of positions in the network that are neither weights nor buffers.
         whole: False where only some of the networks are known.
     """
 
@@ -66,6 +67,7 @@ class Counted:
     others: Mapping[str, int] = field(default_factory=dict[str, int])
     waiting: frozenset[str] = frozenset()
     decoder: int = 0
+    tables: int = 0
     whole: bool = True
 
 
@@ -103,7 +105,7 @@ def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
         waiting.add("image_encoder")
     quantized = None if run.model.quantize is None else quantized_bytes(run, networks.parts[name])
     about: Any = {"quantized": quantized, "others": others, "waiting": frozenset(waiting), "whole": networks.whole}
-    about["decoder"] = decoder_bytes(run, networks)
+    about |= {"decoder": decoder_bytes(run, networks), "tables": table_bytes(networks.parts[name])}
     if isinstance(train, TrainFull):
         return Counted(number(shapes), 0, **about)
     if isinstance(train, TrainLora):
@@ -169,6 +171,14 @@ def weights_in(network: Any) -> int:
     return sum(weight.numel() for weight in network.parameters())
 
 
+def table_bytes(network: Any) -> int:
+    """Bytes of tensors that the modules of a network keep as plain attributes: diffusers' Qwen-Image has its rotary
+    frequencies there, and copies them to the device."""
+    kept = [value for module in network.modules() for value in vars(module).values()]
+    tensors = [one for value in kept for one in (value if isinstance(value, list) else [value])]
+    return sum(one.nbytes for one in tensors if hasattr(one, "nbytes"))
+
+
 def number(shapes: Mapping[str, Sequence[int]]) -> int:
     """Number of weights of these shapes."""
     return sum(math.prod(shape) for shape in shapes.values())
@@ -189,9 +199,9 @@ def lora_weights(run: RunConfig, shapes: Shapes) -> int:
 
 def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[Part]:
     """Memory of a process before any activation of the network: state of the trained weights in fp32 (on several
-    processes with the buckets of the gradient exchange), frozen weights in the precision of the run file, and of
-    reward gradients the activations of one decode with gradient. A sharded network counts
-    with its shard; gradients that are not sharded count in full."""
+    processes with the buckets of the gradient exchange), frozen weights in the precision of the run file, tables of
+    positions, and of reward gradients the activations of one decode with gradient. A sharded network counts with its
+    shard; gradients that are not sharded count in full."""
     trained, small = weights.trained, BYTES[run.model.dtype]
     what = {"full": "network", "lora": "LoRA", "ip_adapter": "style adapter"}[run.model.train.kind]
     state = {f"{what}, trained": 4, "gradients": 4, "optimizer": moment_bytes(run)}
@@ -217,6 +227,7 @@ def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[
             for name, n in frozen.items()
             if n
         ),
+        *([Part("network, tables", 0, weights.tables)] if weights.tables else []),
         *([Part("decode with gradient", 0, weights.decoder)] if weights.decoder else []),
     ]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -254,9 +254,13 @@ class FamilyModel(ABC):
             raise RuntimeError(f"{self.spec.family} was opened without its text encoder; open it with one to encode")
         return self.text
 
-    def encoding(self) -> AbstractContextManager[None]:
-        """Inside, the text encoders stay on the device between calls of `encode`."""
-        return nullcontext() if self.text is None else self.text.placed()
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in (self.text, self.autoencoder, self.image_encoder):
+                if part is not None:
+                    stack.enter_context(part.weights.held())
+            yield
 
     def text_tensors(self, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Condition tensors [B, ...] of prompts."""

@@ -33,6 +33,7 @@ from retouch.disk import read_bounded, write_whole
 from retouch.families.loading import component_path, transformer_folder
 from retouch.hub import is_hub_id
 from retouch.image_encoder import TINY, ImageEncoder, changed_normalization, picture_key
+from retouch.waiting import Waiting
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -187,7 +188,7 @@ class StoredVectors(ImageEncoder):
 
     def __init__(self, cache: EmbeddingCache, width: int) -> None:
         self.cache, self.width = cache, width
-        self.resident = False
+        self.weights = Waiting(lambda: (), waits=True)
         self.device = torch.device("cpu")
 
     def __call__(self, images: Sequence[Image]) -> Tensor:

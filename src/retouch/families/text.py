@@ -6,8 +6,7 @@ run is cached: a T5-XXL beside the network would take 9.5 GB for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,15 +15,23 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from retouch.config.errors import ConfigError
+from retouch.errors import fitting
 from retouch.families.embeddings import EmbeddingCache
 from retouch.families.loading import load_component
 from retouch.lru import LruCache
+from retouch.waiting import Waiting
 
 CACHE_SIZE = 2048
 """Prompts kept by default; 4 MiB each at the sizes of FLUX in bf16."""
 
 _LITTLE = 1 << 30
 """Bytes of prompts that are kept whatever the encoders take."""
+
+_WITHOUT = (
+    "model.offload_text_encoders=true, or run `retouch data precompute RUN.yaml --out FOLDER` on a larger device "
+    "and set model.embeddings=FOLDER"
+)
+"""Remedies where memory ends."""
 
 Output = Literal["last_hidden_state", "pooler_output", "text_embeds"] | tuple[int, ...]
 """Output of a text encoder: by its name, or the states of these entries of `hidden_states`, concatenated on width."""
@@ -178,6 +185,9 @@ class TextEncoders:
         offload: whether the encoders are on the CPU between uses.
         capacity: prompts whose tensors are kept.
         stored: tensors on disk that replace the encoders.
+
+    Attributes:
+        weights: where the encoders are.
     """
 
     def __init__(
@@ -190,30 +200,15 @@ class TextEncoders:
     ) -> None:
         self.encoders = dict(encoders)
         self.stored = stored
-        self.offload = offload
+        self.weights = Waiting(lambda: [encoder.model for encoder in self.encoders.values()], offload)
         for encoder in self.encoders.values():
             encoder.model.eval().requires_grad_(False)
         self._cache: LruCache[Hashable, dict[str, Tensor]] = LruCache(capacity)
-        self._stays = self._moved = False
         self.to(device)
 
     def to(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        if not self.offload:
-            self._place(self.device)
-
-    @contextmanager
-    def placed(self) -> Iterator[None]:
-        """Inside, encoders that `encode` moved to the device stay there: they are moved once for many prompts."""
-        if self._stays:
-            yield
-            return
-        self._stays = True
-        try:
-            yield
-        finally:
-            self._stays = False
-            self._leave()
+        self.weights.to(self.device)
 
     def encode(self, prompts: Sequence[Hashable], on_host: Set[str] = frozenset()) -> dict[str, Tensor]:
         """Look up or encode.
@@ -247,7 +242,7 @@ class TextEncoders:
             return
         different = list(dict.fromkeys(prompts))
         self._cache.capacity = max(self._cache.capacity, len(different) + len(self._cache))
-        with self.placed():
+        with self.weights.held():
             self._require_gain(different)
             self._rows(different)
         self.encoders.clear()
@@ -277,19 +272,9 @@ class TextEncoders:
             raise RuntimeError(
                 f"the text encoders were released and {prompts[0]!r} is not cached; set model.free_text_encoders=false"
             )
-        self._place(self.device)
-        self._moved = True
-        # one by one: an embedding must not depend on what it was batched with
-        made = [{name: encoder([p])[0].cpu() for name, encoder in self.encoders.items()} for p in prompts]
-        if not self._stays:
-            self._leave()
-        return made
-
-    def _leave(self) -> None:
-        """Move the encoders back to the CPU if they are between uses there and not already."""
-        if self.offload and self._moved:
-            self._place(torch.device("cpu"))
-        self._moved = False
+        with fitting("in the text encoders", _WITHOUT), self.weights.used():
+            # one by one: an embedding must not depend on what it was batched with
+            return [{name: encoder([p])[0].cpu() for name, encoder in self.encoders.items()} for p in prompts]
 
     @staticmethod
     def _look_up(stored: EmbeddingCache, prompt: str) -> dict[str, Tensor]:
@@ -300,10 +285,6 @@ class TextEncoders:
                 "or set model.embeddings=null"
             )
         return found
-
-    def _place(self, device: torch.device) -> None:
-        for encoder in self.encoders.values():
-            encoder.model.to(device)
 
 
 def layer_states(model: Any, inputs: Mapping[str, Tensor], layers: Sequence[int]) -> Tensor:

@@ -16,13 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from retouch.errors import fitting
 from retouch.lru import LruCache
+from retouch.waiting import Waiting
 
 if TYPE_CHECKING:
     from retouch.families.embeddings import EmbeddingCache
 
 KEPT = 512
 """Images whose latents are kept; 256 KiB each for FLUX at 512 x 512."""
+
+_LESS = "model.vae_batch=one, or model.vae_batch=tiles for large images"
+"""Remedies where memory ends."""
 
 
 class Autoencoder:
@@ -36,6 +41,9 @@ class Autoencoder:
         batch: images at a time (`model.vae_batch`).
         offload: whether it is on the CPU between uses.
         stored: latents on disk that are looked up first.
+
+    Attributes:
+        weights: where they are.
     """
 
     def __init__(
@@ -48,8 +56,10 @@ class Autoencoder:
         stored: EmbeddingCache | None = None,
     ) -> None:
         self.vae = vae
-        self.offload = offload
         self.stored = stored
+        self.weights = Waiting(lambda: [vae], offload)
+        if offload:
+            vae.to("cpu")
         self._kept: LruCache[str, Tensor] = LruCache(KEPT)
         limit_batch(vae, batch)
         self.to(device)
@@ -57,7 +67,7 @@ class Autoencoder:
     def to(self, device: torch.device | str) -> None:
         """Set the device to compute on."""
         self.device = torch.device(device)
-        self.vae.to("cpu" if self.offload else self.device)
+        self.weights.to(self.device)
 
     @property
     def downsampling(self) -> int:
@@ -77,7 +87,7 @@ class Autoencoder:
             known = [row for row in rows if row is not None]
             if len(known) == len(rows):
                 return torch.stack(known).to(self.device)
-        with self._in_use():
+        with fitting(f"while encoding {len(images)} images", _LESS), self.weights.used():
             latents = self._encode(images)
         if self.stored is not None:
             self.stored.add_images(images, latents)
@@ -88,13 +98,14 @@ class Autoencoder:
         device of the images. They depend neither on the prompt nor on the guidance scale."""
         pixels = [image.cpu().contiguous() for image in images]
         keys = [hashlib.sha256(str(tuple(p.shape)).encode() + p.numpy().tobytes()).hexdigest() for p in pixels]
-        latents = self._kept.get_all(keys, lambda rows: [self.encode(images[i][None])[0].cpu() for i in rows])
+        with self.weights.held():
+            latents = self._kept.get_all(keys, lambda rows: [self.encode(images[i][None])[0].cpu() for i in rows])
         return torch.stack(latents).to(images.device)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """[B, C, h, w] -> [B, 3, H, W] fp32 in [-1, 1]."""
-        with self._in_use():
+        with fitting(f"while decoding {len(latents)} images", _LESS), self.weights.used():
             return self._decode(latents.float()).float().clamp(-1, 1)
 
     def latent_gradient(
@@ -112,7 +123,7 @@ class Autoencoder:
             checkpointing: computes each block of the decoder again in the backward and keeps only its input.
         """
         blocks = decoder_blocks(self.vae.decoder) if checkpointing else []
-        with self._in_use(), torch.enable_grad(), recomputed(blocks):
+        with self.weights.used(), torch.enable_grad(), recomputed(blocks):
             latents = latents.detach().to(self.device, torch.float32).requires_grad_()
             decoded = self.decode_unclamped(latents).float()
             gradient = pixel_gradient(decoded.detach())
@@ -137,18 +148,6 @@ class Autoencoder:
         if config.shift_factor is not None:
             latents = latents + config.shift_factor
         return self.vae.decode(latents.to(self.device, self.vae.dtype)).sample
-
-    @contextmanager
-    def _in_use(self) -> Iterator[None]:
-        """With the weights on the device."""
-        if not self.offload:
-            yield
-            return
-        self.vae.to(self.device)
-        try:
-            yield
-        finally:
-            self.vae.to("cpu")
 
 
 class QwenAutoencoder(Autoencoder):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retouch import plain_json
-from retouch.errors import code_place, shown
+from retouch.errors import code_place, is_device_full, shown
 from retouch.lines import TextLine, parse_lines
 from retouch.quotes import quoted_text, quoted_texts
 from retouch.rewards.foreign import MOST_CHARACTERS, one_line, plain_detail
@@ -265,8 +265,7 @@ def _listed(answer: object) -> list[object] | None:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """torch's error is recognised by name, because this module does not import torch."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, MemoryError) or is_device_full(error)
 
 
 def _free_memory() -> None:

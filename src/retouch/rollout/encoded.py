@@ -119,7 +119,7 @@ class EncodedData:
             ValueError: an example without it.
         """
         cache = self._images[role]
-        with self.clock.part("vae"):
+        with self.clock.part("vae"), self.model.encoding():
             rows = [cache.get(p, partial(self._encode_image, role, p)) for p in positions]
             return torch.cat(rows).to(device)
 

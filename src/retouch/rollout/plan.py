@@ -6,7 +6,7 @@ Both call `DiffusionModel.predict` through this module: the policy has one forwa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -44,6 +44,9 @@ class StepPlan:
     stochastic: int
     trained: int
     solver: Solver = "first_order"
+    _placed: dict[torch.device, tuple[Tensor, Tensor]] = field(
+        default_factory=dict[torch.device, tuple[Tensor, Tensor]], init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.rule is not None and self.trained > self.stochastic:
@@ -68,6 +71,13 @@ class StepPlan:
     @property
     def num_steps(self) -> int:
         return len(self.schedule.times) - 1
+
+    def placed(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Times and noise levels [T + 1] on a device, copied there once: the CPU waits for a copy."""
+        if device not in self._placed:
+            times = self.schedule.times.to(device)
+            self._placed[device] = times, self.schedule.level(times)
+        return self._placed[device]
 
     def is_stochastic(self, step: int) -> bool:
         return self.first <= step < self.first + self.stochastic
@@ -203,9 +213,8 @@ def deterministic(
 
 def step_levels(plan: StepPlan, step: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Times, noise levels and next noise levels [B] of steps [B]."""
-    times = plan.schedule.times.to(device)
-    now, then = times[step], times[step + 1]
-    return now, plan.schedule.level(now), plan.schedule.level(then)
+    times, levels = plan.placed(device)
+    return times[step], levels[step], levels[step + 1]
 
 
 def _predict(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from retouch.core.steps import Estimate, gaussian_log_prob
+from retouch.errors import fitting
 from retouch.rollout.plan import StepPlan, deterministic, transition
 from retouch.types import Condition, DiffusionModel, Diverged, Trajectory
 
@@ -39,44 +40,54 @@ def sample(
             seed must have one condition: the ODE steps before the first stochastic one are computed once for them.
         region: [B, 1, h, w] where log-probabilities are taken; None: everywhere.
         keep_means: record the means of the trained steps as well.
+
+    Raises:
+        OutOfMemory: the rows do not fit on the device.
     """
     batch = len(condition)
     if len(seeds) != batch:
         raise ValueError(f"{len(seeds)} seeds for {batch} rows")
-    device = next(iter(condition.tensors.values())).device
-    shape = latent_shape(model, condition.size)
-    x, generators = noise_for(shape, seeds, noise_seeds)
-    x = x.to(device)
-    states: list[Tensor] = []
-    means: list[Tensor] = []
-    log_probs: list[Tensor] = []
-    prefix = plan.first if plan.stochastic else 0
-    x = _shared_prefix(model, network, plan, x, condition, prefix, noise_seeds)
-    before: Estimate | None = None  # deterministic steps before the window are in the prefix
-    for i in range(prefix, plan.num_steps):
-        step = torch.full((batch,), i, dtype=torch.int64, device=device)
-        recorded = plan.first <= i < plan.first + plan.trained
-        if recorded and not states:
-            states.append(x)
-        if plan.is_stochastic(i):
-            mean, std = transition(model, network, plan, x, step, condition)
-            fresh = torch.stack([latent_noise(shape, g) for g in generators]).to(device)
-            x = mean + std.reshape(-1, 1, 1, 1) * fresh
-            if recorded:
+    with fitting(f"while sampling {batch} images at once", _remedies(batch)):
+        device = next(iter(condition.tensors.values())).device
+        shape = latent_shape(model, condition.size)
+        x, generators = noise_for(shape, seeds, noise_seeds)
+        x = x.to(device)
+        fresh = noise_of_steps(shape, generators, sum(map(plan.is_stochastic, range(plan.num_steps)))).to(device)
+        states: list[Tensor] = []
+        means: list[Tensor] = []
+        log_probs: list[Tensor] = []
+        prefix = plan.first if plan.stochastic else 0
+        x = _shared_prefix(model, network, plan, x, condition, prefix, noise_seeds)
+        before: Estimate | None = None  # deterministic steps before the window are in the prefix
+        for i in range(prefix, plan.num_steps):
+            step = torch.full((batch,), i, dtype=torch.int64, device=device)
+            recorded = plan.first <= i < plan.first + plan.trained
+            if recorded and not states:
                 states.append(x)
-                log_probs.append(gaussian_log_prob(x, mean, std, region, log_prob_mode))
-                means += [mean] if keep_means else []
-        else:
-            x, before = deterministic(model, network, plan, x, step, condition, before)
-            states += [x] if recorded else []
-    return Trajectory(
-        final=x,
-        times=plan.schedule.times,
-        first_step=plan.first,
-        latents=torch.stack(states or [x], 1),
-        log_probs=torch.stack(log_probs, 1) if log_probs else x.new_zeros(batch, 0),
-        means=torch.stack(means, 1) if means else None,
-    )
+            if plan.is_stochastic(i):
+                mean, std = transition(model, network, plan, x, step, condition)
+                x = mean + std.reshape(-1, 1, 1, 1) * fresh[i - plan.first]
+                if recorded:
+                    states.append(x)
+                    log_probs.append(gaussian_log_prob(x, mean, std, region, log_prob_mode))
+                    means += [mean] if keep_means else []
+            else:
+                x, before = deterministic(model, network, plan, x, step, condition, before)
+                states += [x] if recorded else []
+        return Trajectory(
+            final=x,
+            times=plan.schedule.times,
+            first_step=plan.first,
+            latents=torch.stack(states or [x], 1),
+            log_probs=torch.stack(log_probs, 1) if log_probs else x.new_zeros(batch, 0),
+            means=torch.stack(means, 1) if means else None,
+        )
+
+
+def _remedies(batch: int) -> str:
+    if batch > 1:
+        return f"rollout.batch_size_per_device={batch // 2}"
+    return "model.dtype=bf16, model.offload_vae=true, model.offload_text_encoders=true, or a smaller data.resolution"
 
 
 def _shared_prefix(
@@ -94,13 +105,14 @@ def _shared_prefix(
     first = {seed: row for row, seed in reversed(list(enumerate(noise_seeds or range(len(x)))))}
     rows = sorted(first.values())
     place = {row: i for i, row in enumerate(rows)}
-    back = [place[first[seed]] for seed in noise_seeds or range(len(x))]
-    few, lead = condition.select(rows), x[rows]
+    back = torch.tensor([place[first[seed]] for seed in noise_seeds or range(len(x))], dtype=torch.int64)
+    index = torch.tensor(rows, dtype=torch.int64)  # a list would be copied to the device for every tensor
+    few, lead = condition.select(index), x[index.to(x.device)]
     before: Estimate | None = None
     for i in range(steps):
         step = torch.full((len(rows),), i, dtype=torch.int64, device=x.device)
         lead, before = deterministic(model, network, plan, lead, step, few, before)
-    return lead[back]
+    return lead[back.to(x.device)]
 
 
 def noise_for(
@@ -110,6 +122,12 @@ def noise_for(
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     first = generators if noise_seeds is None else [torch.Generator().manual_seed(seed) for seed in noise_seeds]
     return torch.stack([latent_noise(shape, g) for g in first]), generators
+
+
+def noise_of_steps(shape: Sequence[int], generators: Sequence[torch.Generator], steps: int) -> Tensor:
+    """Noise [S, B, *shape] fp32 of S stochastic steps, sampled before them: the CPU would wait for a copy in each."""
+    rows = [latent_noise(shape, g) for _ in range(steps) for g in generators]
+    return torch.stack(rows or [torch.zeros(0, dtype=torch.float32)]).reshape(steps, len(generators), *shape)
 
 
 def latent_noise(shape: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from retouch.algorithms.base import RlConfig
-from retouch.errors import OutOfMemory, first_line
+from retouch.errors import fitting
 from retouch.rewards.gradient import PixelReward, combined_gradient, pixel_rewards
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.sampler import objective_region
@@ -47,15 +47,10 @@ def latent_gradient(
         return result
 
     checkpointing = run.config.training.gradient_checkpointing
-    try:
-        with run.clock.part("vae"):
-            gradient = run.model.latent_gradient(latents, by_pixels, checkpointing=checkpointing).cpu()
-    except torch.OutOfMemoryError as error:
-        remedies = "" if checkpointing else "training.gradient_checkpointing=true, "
-        raise OutOfMemory(
-            f"out of memory in the gradient of a reward through the decoder ({first_line(error)}); set "
-            f"{remedies}a smaller data.resolution, or the device of the reward's scorer to cpu"
-        ) from error
+    remedies = "" if checkpointing else "training.gradient_checkpointing=true, "
+    remedies += "a smaller data.resolution, or the device of the reward's scorer to cpu"
+    with run.clock.part("vae"), fitting("in the gradient of a reward through the decoder", remedies):
+        gradient = run.model.latent_gradient(latents, by_pixels, checkpointing=checkpointing).cpu()
     if problem:
         return problem[0]
     if not bool(gradient.isfinite().all()):
@@ -88,15 +83,16 @@ def pulls(
     rewards = pixel_rewards(run.rewards, weights)
     result, failures = torch.zeros_like(x0), list[Failure]()
     has_gradient = weight.clone()
-    for i in weight.nonzero().flatten().tolist():
-        strip, item = run.encoded.examples([int(position[i])])[0].strip, items[i]
-        assert item is not None, "padding has weight 0"
-        found = latent_gradient(run, rewards, x0[i][None], item, 0 if strip is None else strip.height)
-        if isinstance(found, Failure):
-            failures.append(found)
-            has_gradient[i] = 0
-        else:
-            result[i] = -found[0]
+    with run.model.encoding():  # the autoencoder is moved to the device once
+        for i in weight.nonzero().flatten().tolist():
+            strip, item = run.encoded.examples([int(position[i])])[0].strip, items[i]
+            assert item is not None, "padding has weight 0"
+            found = latent_gradient(run, rewards, x0[i][None], item, 0 if strip is None else strip.height)
+            if isinstance(found, Failure):
+                failures.append(found)
+                has_gradient[i] = 0
+            else:
+                result[i] = -found[0]
     refuse_lost_gradients(session, sampled, failures)
     rms, elements = region_rms(run, algorithm, position, result, has_gradient)
     return result * (sum(weights.values()) / divisor(rms, elements))

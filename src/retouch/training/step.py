@@ -15,7 +15,7 @@ from torch import Tensor
 from retouch.config.derived import forward_precision, parts_per_forward
 from retouch.data.sampler import batch_examples, derive_seed
 from retouch.engine import Diverged, OutOfMemory
-from retouch.errors import first_line
+from retouch.errors import first_line, fitting
 from retouch.observe import Metrics
 from retouch.training.dump import Numbers, StepTaken
 
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 ON_POLICY_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 1e-3}
 """Largest |log ratio| before the first update of an epoch without a warning, by precision of the forward: what rounding
 explains where forwards of sampling and of training have about as many rows."""
+
+_SMALLER_MOMENTS = "optimizer.state=8bit or model.train.kind=lora, or training.sharding on several devices"
 
 
 class Step:
@@ -90,12 +92,8 @@ class Step:
         numbers = Numbers(self, attempt.losses, self._lr, run.engine.loss_scale)
         with run.clock.part("optimizer"):
             try:
-                stepped = run.engine.step(self._lr)
-            except torch.OutOfMemoryError as error:  # its moments are allocated in the first step
-                raise OutOfMemory(
-                    f"out of memory in the optimizer ({first_line(error)}); set optimizer.state=8bit or "
-                    "model.train.kind=lora, or training.sharding on several devices"
-                ) from error
+                with fitting("in the optimizer", _SMALLER_MOMENTS):  # they are allocated in the first step
+                    stepped = run.engine.step(self._lr)
             except Diverged as error:
                 if run.replaying:
                     raise StepTaken(numbers) from None

@@ -16,6 +16,7 @@ from retouch.families.diffusion import FamilyModel
 from retouch.families.embeddings import EmbeddingCache
 from retouch.families.inputs import image_pixels
 from retouch.families.loading import load_model
+from retouch.families.text import TextEncoders
 from retouch.imaging import stack_above
 from retouch.prompts import PromptCheck
 from retouch.types import Example
@@ -35,12 +36,14 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
     given = config.model.model_copy(update={"embeddings": None})
     cache = EmbeddingCache(folder.expanduser(), given, create=True)
     model: FamilyModel = load_model(given, device, filling=cache)  # type: ignore[assignment]
-    with model.encoding():  # text encoders are moved to the device once; images are encoded beside them
-        for data in datasets(config):
-            for prompt in [*data.prompts, *given.fixed_prompts]:
-                cache.add_text(prompt, model.texts().of)
-            for example in data:
-                add_example(cache, model, example)
+    sections = datasets(config)
+    with model.encoding():  # the networks are moved to the device once
+        for prompt in [*(prompt for data in sections for prompt in data.prompts), *given.fixed_prompts]:
+            cache.add_text(prompt, model.texts().of)
+    model.text = TextEncoders({}, device, stored=cache)  # they are not beside the networks for images, nor in memory
+    with model.encoding():
+        for example in (example for data in sections for example in data):
+            add_example(cache, model, example)
     return cache.added
 
 

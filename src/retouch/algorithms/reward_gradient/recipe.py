@@ -155,15 +155,16 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
     coefficient = torch.zeros(steps.shape, dtype=torch.float32)
     failures: list[Failure] = []
     scorers = pixel_rewards(run.rewards, run.rewards.weights)
-    for i in usable.nonzero().flatten().tolist():
-        item = items[i]
-        assert item is not None, "padding is not usable"
-        found = sample_gradient(run, algorithm, scorers, states[i], steps[i], item, rewards.position[own][i])
-        if isinstance(found, Failure):
-            failures.append(found)
-            usable[i] = False
-        else:
-            gradient[i], coefficient[i] = found
+    with run.model.encoding():  # the autoencoder is moved to the device once
+        for i in usable.nonzero().flatten().tolist():
+            item = items[i]
+            assert item is not None, "padding is not usable"
+            found = sample_gradient(run, algorithm, scorers, states[i], steps[i], item, rewards.position[own][i])
+            if isinstance(found, Failure):
+                failures.append(found)
+                usable[i] = False
+            else:
+                gradient[i], coefficient[i] = found
     refuse_lost_gradients(session, int((~rewards.padding[own]).sum()), failures)
     rows = TrainedSteps(
         position=rewards.position[own].repeat_interleave(steps.shape[1]),

@@ -10,6 +10,7 @@ Legend: B samples, C latent channels, h w latent sides, S text tokens, L of one 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -142,8 +143,14 @@ def without_common_padding(states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor
     which attention takes faster."""
     counts: list[int] = (mask > 0).sum(1).tolist()
     length = min(-(-max(counts) // BUCKET) * BUCKET, mask.shape[1])
-    kept = None if min(counts) == length else (mask[:, :length] > 0).to(states.device)
+    kept = None if min(counts) == length else _filled_places(tuple(counts), length, states.device)
     return states[:, :length], kept
+
+
+@lru_cache(maxsize=16)
+def _filled_places(counts: tuple[int, ...], length: int, device: torch.device) -> Tensor:
+    """[B, length] bool, the first of each row: kept on the device, where every step of a solver needs it again."""
+    return (torch.arange(length, dtype=torch.int64) < torch.tensor(counts, dtype=torch.int64)[:, None]).to(device)
 
 
 def padded(rows: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,7 @@ from retouch.families.loading import ModelFilesError, load_component
 from retouch.families.qwen.base import picture_tensors, pictures_in
 from retouch.families.qwen.text import CHAT_TEMPLATE, Shown
 from retouch.families.qwen.tiny import byte_qwen_tokenizer, special_tokens
+from retouch.families.qwen_image_21.network import SLOT_TOKENS, arranged
 from retouch.families.qwen_image_21.spec import QwenImage21Model
 from retouch.families.qwen_image_21.text import PADDING, SLOT, ImageTextProcessor, PromptKinds, PromptStates
 from retouch.families.text import Networks, TextEncoders
@@ -86,6 +87,9 @@ class QwenImage21(FamilyModel):
     section = QwenImage21Model
     autoencoder_class = QwenImage21Autoencoder
     on_host = frozenset({"text_kinds"})
+
+    def __init__(self, network: nn.Module, *parts: Any, **options: Any) -> None:
+        super().__init__(arranged(network), *parts, **options)
 
     @classmethod
     def text_encoders(
@@ -197,31 +201,30 @@ class QwenImage21(FamilyModel):
         for row, length in enumerate((kinds != PADDING).sum(1).tolist()):
             rows_of[length].append(row)
         images = [*pictures_in(tensors), x]
-        found: list[Tensor] = []
+        found: dict[int, Tensor] = {}
         for length, rows in sorted(rows_of.items()):
-            of_length = [image[rows] for image in images]
-            text = tensors[name][rows, :length].to(self.dtype)
-            slots = (kinds[rows[0], :length] == SLOT).to(x.device)
-            found.append(self._forward(network, of_length, t[rows], text, slots))
-        order = torch.tensor(
-            [row for _, rows in sorted(rows_of.items()) for row in rows], dtype=torch.int64, device=x.device
-        )
-        return torch.cat(found)[order.argsort()]
+            of_length = [_picked(image, rows) for image in images]
+            text = _picked(tensors[name], rows)[:, :length].to(self.dtype)
+            slots = (kinds[rows[0], :length] == SLOT).tolist()
+            made = self._forward(network, of_length, _picked(t, rows), text, slots)
+            found |= zip(rows, made.split(1), strict=True)
+        return torch.cat([found[row] for row in range(len(x))])
 
-    def _forward(self, network: nn.Module, images: Sequence[Tensor], t: Tensor, text: Tensor, slots: Tensor) -> Tensor:
+    def _forward(
+        self, network: nn.Module, images: Sequence[Tensor], t: Tensor, text: Tensor, slots: list[bool]
+    ) -> Tensor:
         """Velocity [B, C, h, w] of the last of `images` [B, C, h, w]; `slots` [S] are those of the others in `text`
         [B, S, D], which has no padding."""
         x = images[-1]
         h, w = x.shape[2:]
         tokens = torch.cat([image.flatten(2).transpose(1, 2) for image in images], dim=1).to(self.dtype)
-        places = torch.cat([slots, slots.new_ones(h * w // 4)])  # 2 x 2 tokens a slot
         output = network(
             hidden_states=tokens,
             encoder_hidden_states=text,
             # the pipeline rounds 1000 sigma to the network's dtype before it divides
             timestep=(t * 1000).to(self.dtype) / 1000,
             img_shapes=[[(1, image.shape[2], image.shape[3]) for image in images]] * len(x),
-            img_mask=places.expand(len(x), -1),
+            img_mask=[*slots, *[True] * (h * w // SLOT_TOKENS)],
             return_dict=False,
         )[0][:, -h * w :]
         return output.float().transpose(1, 2).unflatten(2, (h, w))
@@ -237,6 +240,11 @@ def _sources(example: Example) -> list[Image]:
         return []
     edited = stack_above(example.strip, example.source.convert("RGB"))
     return [edited, *(image.convert("RGB") for image in example.more_images)]
+
+
+def _picked(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Rows of a tensor. Not by an index: one that is made of a list is copied to the device, which the CPU awaits."""
+    return tensor if len(rows) == len(tensor) else torch.cat([tensor[row : row + 1] for row in rows])
 
 
 def _text(prompt: str, sources: Sequence[Image]) -> str | Shown:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -95,8 +96,13 @@ class SdxlInpaint(UnetInpaint):
         """Vector of the prompt, and of each sample: size of the image before it was scaled, corner and size of its
         crop, all of which are those of the image."""
         pooled = halves(tensors, "pooled")
-        sizes = torch.tensor([*size, 0, 0, *size], device=pooled.device, dtype=torch.float32)
-        return {"text_embeds": pooled.to(self.dtype), "time_ids": sizes.expand(len(pooled), -1)}
+        return {"text_embeds": pooled.to(self.dtype), "time_ids": _sizes(size, pooled.device).expand(len(pooled), -1)}
+
+
+@lru_cache(maxsize=16)
+def _sizes(size: tuple[int, int], device: torch.device) -> Tensor:
+    """[6], on a device that would be waited for if it were copied there in every step."""
+    return torch.tensor([*size, 0, 0, *size], device=device, dtype=torch.float32)
 
 
 def _encoders(clip: TextEncoder, clip_2: TextEncoder) -> Mapping[str, TextEncoder]:

@@ -1,0 +1,90 @@
+"""Frozen networks that wait on the CPU between uses (`model.offload_text_encoders`, `model.offload_vae`).
+
+They are copied to the device for a use, and leave it without a copy back: their weights on the CPU stay where they are,
+because nobody changes frozen ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Waiting:
+    """Where the networks of a part of a model are.
+
+    Args:
+        networks: those that the part has now.
+        waits: whether they are on the CPU between uses; else `to` moves them, and they stay.
+
+    Attributes:
+        moves: how often they were moved to the device for a use.
+    """
+
+    def __init__(self, networks: Callable[[], Iterable[nn.Module]], waits: bool) -> None:
+        self.device = torch.device("cpu")
+        self.waits = waits
+        self.moves = 0
+        self._networks = networks
+        self._on_host: list[tuple[nn.Module, str, Tensor]] = []
+        self._uses = 0
+        self._there = False
+
+    def to(self, device: torch.device | str) -> None:
+        """Set the device of the next use."""
+        self.device = torch.device(device)
+        if not self.waits:
+            self._place(self.device)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, networks that a use moved to the device stay there: they are moved once for many uses."""
+        self._uses += 1
+        try:
+            yield
+        finally:
+            self._uses -= 1
+            if not self._uses:
+                self._leave()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """With the networks on the device."""
+        with self.held():
+            self._arrive()
+            yield
+
+    def _arrive(self) -> None:
+        if self.waits and not self._there:
+            self._there = True  # also where the memory of the device ends halfway
+            self.moves += 1
+            if self.device.type != "cpu":
+                self._on_host = [part for network in self._networks() for part in _on_host(network)]
+            self._place(self.device)
+
+    def _leave(self) -> None:
+        if not self._there:
+            return
+        for module, name, tensor in self._on_host:
+            if name in module._parameters:
+                module._parameters[name].data = tensor  # type: ignore[union-attr]
+            else:
+                module._buffers[name] = tensor
+        self._place("cpu")  # what was not on the CPU before, too
+        self._on_host, self._there = [], False
+
+    def _place(self, device: torch.device | str) -> None:
+        for network in dict.fromkeys(self._networks()):  # encoders may share one
+            network.to(device)
+
+
+def _on_host(network: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Each weight and buffer that is on the CPU."""
+    for module in network.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and tensor.device.type == "cpu":
+                yield module, name, tensor.data
