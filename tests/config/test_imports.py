@@ -10,7 +10,7 @@ import pytest
 
 from tests.selection import default
 
-from .conftest import TINY
+from .conftest import REPOSITORY, TINY
 
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
 
@@ -52,10 +52,17 @@ def test_the_probe_sees_what_is_imported() -> None:
     assert heavy_modules_after("import types; sys.modules['torch'] = types.ModuleType('torch')") == ["torch"]
 
 
-def test_check_imports_no_torch() -> None:
+RELEASED = REPOSITORY / "configs" / "flux_fill_grpo.yaml"
+
+
+@pytest.mark.parametrize("arguments", [[str(TINY)], [str(RELEASED), "model.quantize=nf4", "--memory"]])
+def test_check_imports_no_torch(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it with the memory of a released model, whose sizes come with the package."""
+    monkeypatch.delenv("MODEL_PATH", raising=False)
+    monkeypatch.setenv("DATA_PATH", "somewhere")
     code = f"""
 from retouch.cli import main
-sys.argv = ["retouch", "check", {str(TINY)!r}]
+sys.argv = ["retouch", "check", *{arguments!r}]
 try:
     main()
 except SystemExit as end:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,12 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retouch.config.errors import ConfigError
+from retouch.families.sizes import BLOCK, Sizes
 
 if TYPE_CHECKING:
     from retouch.families.base import Quantization
-
-BLOCK = 64
-"""Weights that share a scale in nf4."""
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
@@ -76,10 +72,11 @@ def block_matrices(network: nn.Module) -> list[str]:
     ]
 
 
-def stored_bytes(shape: Sequence[int], scheme: Quantization) -> int:
-    """Bytes of a matrix of (rows, columns), scales included."""
-    count = math.prod(shape)
-    return -(-count // 2) + 4 * -(-count // BLOCK) if scheme == "nf4" else count + 4 * shape[0]
+def sizes_of(network: nn.Module) -> Sizes:
+    """Sizes of a network, which may be on the meta device."""
+    shapes = {name: tuple(weight.shape) for name, weight in network.named_parameters()}
+    matrices = frozenset(f"{name}.weight" for name in block_matrices(network))
+    return Sizes(shapes, sum(buffer.numel() for buffer in network.buffers()), matrices)
 
 
 class QuantizedLinear(nn.Linear):
