@@ -319,7 +319,7 @@ def add(row: dict[str, Any], arguments: argparse.Namespace) -> None:
     commits = {
         name: subprocess.check_output(["git", "-C", str(path), "rev-parse", "--short=7", "HEAD"], text=True).strip()
         for name, path in {"flow-factory": arguments.flow_factory, "flow_grpo": arguments.flow_grpo}.items()
-        if path is not None
+        if path is not None and name in {one["peer"] for one in rows}
     }
     found = {
         "machine": machine(),

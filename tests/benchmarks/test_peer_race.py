@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,27 @@ import pytest
 from benchmarks import peer_race
 from retouch.config import parse_run
 from retouch.config.derived import derive
+
+REPOSITORY = Path(__file__).parents[2]
+RESULT = json.loads((REPOSITORY / "benchmarks/results/peer_race.json").read_text(encoding="utf-8"))
+
+
+def test_the_page_holds_the_measured_rows() -> None:
+    page = (REPOSITORY / "docs/speed.md").read_text(encoding="utf-8")
+    lines = peer_race.table(RESULT["rows"])
+    assert [line for line in page.splitlines() if line in lines] == lines
+    flat = " ".join(page.lower().split())
+    assert all(f"{peer} {commit}" in flat for peer, commit in RESULT["peers"].items())
+
+
+def test_every_measured_row_did_equal_work_and_is_not_behind() -> None:
+    """At least 7 pairs; equal forwards but for `fast`, whose steps are fewer."""
+    for row in RESULT["rows"]:
+        ours, theirs = row["forwards"]["ours"], row["forwards"]["theirs"]
+        assert row["pairs"] >= 7 and max(ours["text"]) == max(theirs["text"])
+        equal = all(ours[name] == theirs[name] for name in ("rows", "trained_rows"))
+        assert equal or row["row"].startswith("fast")
+        assert row["interval_without_decoder"][0] <= 1 and row["memory"] <= 1.05
 
 
 def test_the_interval_of_a_median_by_hand() -> None:
