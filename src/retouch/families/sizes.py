@@ -65,8 +65,9 @@ def released_sizes(spec: FamilySpec) -> tuple[Sizes, dict[str, int]]:
 
 
 def as_stored(network: Sizes, others: Mapping[str, int]) -> dict[str, Any]:
-    """The entry of a family in the file; `weights` has [name with * for the number of its block, [[first, last] of these
-    numbers], shape, whether `model.quantize` stores it in fewer bits] for all weights that differ in that number."""
+    """The entry of a family in the file; `weights` has [name with * for the number of its block, [[first, last] of
+    these numbers], shape, whether `model.quantize` stores it in fewer bits] for all weights that differ in that
+    number."""
     alike: dict[tuple[str, tuple[int, ...], bool], list[int]] = defaultdict(list)
     for name, shape in network.shapes.items():
         parts = name.split(".")
