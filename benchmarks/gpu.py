@@ -299,7 +299,7 @@ def text_mask(kept: bool) -> Iterator[None]:
     """Inside, the networks of Qwen-Image get their text mask, or none."""
     cut = qwen.without_common_padding
     if not kept:
-        qwen.without_common_padding = lambda states, mask: (cut(states, mask)[0], None)
+        qwen.without_common_padding = lambda *given: (cut(*given)[0], None)
     try:
         yield
     finally:

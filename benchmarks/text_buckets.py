@@ -1,10 +1,11 @@
-"""CPU time of a Qwen-Image forward and backward with the text cut to a bucket, over that with the whole padding.
+"""CPU time of a Qwen-Image forward and backward with the text cut to a bucket or to its exact length
+(`model.exact_text_lengths`), over that with the whole padding.
 
     python benchmarks/text_buckets.py --out benchmarks/results/text_buckets.json
 
-Two conditions of the same prompts: as encoded to `max_sequence_length`, read without the cut, and with it. Repetitions
-alternate between the two; the ratio is that of the medians of process CPU time. The network has the released blocks at
-a smaller width and depth, and 1,024 image tokens (512 x 512 pixels).
+One condition, encoded to `max_sequence_length`, read without the cut, with it, and with the exact one, which needs no
+mask. Repetitions alternate between the three; a ratio is that of the medians of process CPU time. The network has the
+released blocks at a smaller width and depth, and 1,024 image tokens (512 x 512 pixels).
 """
 
 from __future__ import annotations
@@ -53,16 +54,18 @@ def measure(layers: int, rows: int, repetitions: int, image_tokens: int = IMAGE_
     side = 2 * int(image_tokens**0.5)
     x, t = torch.randn(rows, 16, side, side), torch.full((rows,), 0.5)
     model = mock.Mock(dtype=torch.float32)
-    times: dict[str, list[float]] = {"whole padding": [], "bucket": []}
+    times: dict[str, list[float]] = {"whole padding": [], "bucket": [], "exact": []}
     found: dict[str, torch.Tensor] = {}
     for _ in range(repetitions + 1):
         for name in times:
-            whole = mock.patch.object(base, "without_common_padding", lambda text, mask: (text, mask > 0))
+            whole = mock.patch.object(base, "without_common_padding", lambda text, mask, _: (text, mask > 0))
+            model.config.exact_text_lengths = name == "exact"
             with whole if name == "whole padding" else mock.patch.object(base, "BUCKET", 32):
                 took, found[name] = seconds(model, made, given, x, t)
             times[name].append(took)
     medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}  # the first warms up
-    difference = (found["bucket"] - found["whole padding"]).abs().max() / found["whole padding"].abs().max()
+    whole_padding = found["whole padding"]
+    difference = max(float((found[name] - whole_padding).abs().max()) for name in ("bucket", "exact"))
     return {
         "image_tokens": image_tokens,
         "max_sequence_length": LENGTH,
@@ -74,7 +77,8 @@ def measure(layers: int, rows: int, repetitions: int, image_tokens: int = IMAGE_
         "repetitions": repetitions,
         "cpu_seconds": {name: round(value, 4) for name, value in medians.items()},
         "ratio": round(medians["whole padding"] / medians["bucket"], 3),
-        "largest_relative_difference": float(difference),
+        "exact_ratio": round(medians["bucket"] / medians["exact"], 3),
+        "largest_relative_difference": difference / float(whole_padding.abs().max()),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }

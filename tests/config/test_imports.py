@@ -10,7 +10,7 @@ import pytest
 
 from tests.selection import default
 
-from .conftest import TINY
+from .conftest import REPOSITORY, TINY
 
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
 
@@ -52,10 +52,17 @@ def test_the_probe_sees_what_is_imported() -> None:
     assert heavy_modules_after("import types; sys.modules['torch'] = types.ModuleType('torch')") == ["torch"]
 
 
-def test_check_imports_no_torch() -> None:
+RELEASED = REPOSITORY / "configs" / "flux_fill_grpo.yaml"
+
+
+@pytest.mark.parametrize("arguments", [[str(TINY)], [str(RELEASED), "model.quantize=nf4", "--memory"]])
+def test_check_imports_no_torch(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it with the memory of a released model, whose sizes come with the package."""
+    monkeypatch.delenv("MODEL_PATH", raising=False)
+    monkeypatch.setenv("DATA_PATH", "somewhere")
     code = f"""
 from retouch.cli import main
-sys.argv = ["retouch", "check", {str(TINY)!r}]
+sys.argv = ["retouch", "check", *{arguments!r}]
 try:
     main()
 except SystemExit as end:
@@ -89,6 +96,10 @@ for registry in (FAMILIES, ALGORITHMS, REWARDS, FORMATS):
 HERE = ("data.path=.", "warmup_data=null", "algorithm.sft_steps=0", "evaluation.data=null", "logging.dir=.")
 """All files of a run are there; it has not looked into them."""
 
+OLD_RUNS = Path(__file__).parents[1] / "old_runs/1c9919ed/runs"
+OF_NFT, INSIDE = (str(sorted((OLD_RUNS / run / "checkpoints").iterdir())[-1]) for run in ("nft-1", "grpo-2"))
+"""Checkpoints of another algorithm, and inside an epoch of other options."""
+
 USAGE_ERRORS = [
     ["sample", "--config", str(TINY), "--out", "x", "--data", "x", "--crop", "al"],
     ["sample", "--config", str(TINY), "--out", "x", "--image", "no.png", "--box", "0,0,9,9", "--text", "A"],
@@ -96,14 +107,14 @@ USAGE_ERRORS = [
     ["sample", "--config", str(TINY), "--out", "x", "--data", ".", "--resolution", "36x65"],
     ["train", str(TINY), *HERE, "resume=no-such-checkpoint"],
     ["train", str(TINY), *HERE, "name=held"],
+    ["train", str(TINY), *HERE, f"resume={OF_NFT}"],
+    ["train", str(TINY), *HERE, f"resume={INSIDE}"],
     ["export", "no-such-checkpoint", "--to", "diffusers"],
     ["export", ".", "--to", "difusers"],
 ]
 
 
-@pytest.mark.parametrize(
-    "arguments", default(USAGE_ERRORS, [USAGE_ERRORS[1], USAGE_ERRORS[2], USAGE_ERRORS[4]].__contains__)
-)
+@pytest.mark.parametrize("arguments", default(USAGE_ERRORS, USAGE_ERRORS[1:8].__contains__))
 def test_a_usage_error_imports_no_torch(arguments: list[str], tmp_path: Path) -> None:
     """It is reported within a second, not after the seconds that torch takes to import."""
     (tmp_path / "held").mkdir()

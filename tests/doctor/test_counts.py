@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from retouch.doctor.data import needs_no_t5
 from retouch.doctor.memory import (
     Counted,
     checkpoint_bytes,
+    count_released,
     count_weights,
     device_bytes,
     host_bytes,
@@ -57,11 +59,11 @@ PARTS = [
 ]
 
 
-def run_of(family: str, train: dict[str, Any], **model: Any) -> RunConfig:
+def run_of(family: str, train: dict[str, Any], path: str | None = None, **model: Any) -> RunConfig:
     return parse_run(
         {
             "name": "t",
-            "model": {"family": family, "path": tiny_model(family), "dtype": "fp32", "train": train, **model},
+            "model": {"family": family, "dtype": "fp32", "train": train, "path": path or tiny_model(family), **model},
             "data": {"format": "self_bench", "path": "x", "resolution": [32, 64]},
             "algorithm": {"name": "grpo"},
             "rewards": {"preservation": {}},
@@ -226,7 +228,8 @@ def test_the_style_adapter_of_the_released_network_by_hand(train: dict[str, Any]
     run = run.model_copy(update={"data": data, "ema": None})
     counted = counted_of(run, Found(missing="elsewhere"))
     assert (counted.trained, counted.adapter, counted.frozen) == (trained, frozen, FLUX)
-    assert not counted.whole
+    assert not counted.whole and counted.others.keys() == {"vae", "text_encoder", "text_encoder_2"}
+    counted = replace(counted, others={})
     # fp32 weights, gradients and two moments; frozen ones in bf16
     assert device_bytes(run, counted) == 16 * trained + 2 * (frozen + FLUX)
     averaged = run.model_copy(update={"ema": EmaConfig()})
@@ -269,7 +272,9 @@ def test_scales_for_another_number_of_blocks_are_seen() -> None:
 def test_the_released_network_is_counted_without_its_files() -> None:
     run = run_of("sd_inpaint", {"kind": "lora", "rank": 32}, dtype="bf16")
     counted = counted_of(run, Found(missing="elsewhere"))
-    assert (counted.trained, counted.frozen, counted.whole) == (6_377_472, 859_535_364, False)
+    assert (counted.trained, counted.frozen, counted.whole) == (6_377_472, 859_535_364, True)
+    assert counted.others == {"vae": 83_653_863, "text_encoder": 123_060_480}
+    counted = replace(counted, others={})
     # fp32 weights, gradients and two moments of the adapters; bf16 network
     assert device_bytes(run, counted) == 16 * 6_377_472 + 2 * 859_535_364
     assert device_bytes(run, counted, world_size=2) == 20 * 6_377_472 + 2 * 859_535_364  # and the exchange of gradients
@@ -285,6 +290,28 @@ def test_the_released_network_is_counted_without_its_files() -> None:
     assert count_weights(run, build_networks(run.model, Found(problems=["no folder"]))) is None
     adapter = run_of("sd_inpaint", {"kind": "ip_adapter", "image_encoder": "some/encoder"})
     assert count_weights(adapter, build_networks(adapter.model, Found(missing="elsewhere"))) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "train", "options"),
+    [
+        ("flux_fill", {"kind": "lora", "targets": ["attn.to_q", "single_transformer_blocks.7.proj_mlp"]}, {}),
+        ("sd3", {"kind": "full"}, {"offload_text_encoders": False}),
+        ("sd_inpaint", {"kind": "lora"}, {"quantize": "nf4", "offload_vae": True}),
+    ],
+)
+def test_stored_counts_are_those_of_the_networks(family: str, train: dict[str, Any], options: dict[str, Any]) -> None:
+    run = run_of(family, train, FAMILIES[family].spec.hub_ids[0], **options)
+    assert count_released(run) == counted_of(run, Found(missing="elsewhere"))
+
+
+@pytest.mark.parametrize("family", FAMILIES.available())
+def test_stored_counts_are_of_the_released_sizes_alone(family: str) -> None:
+    run = run_of(family, {"kind": "lora"}, FAMILIES[family].spec.hub_ids[0])
+    assert count_released(run) is not None
+    for path in ("tiny", "some/model", "."):
+        other = run.model.model_copy(update={"path": path})
+        assert count_released(run.model_copy(update={"model": other})) is None
 
 
 def test_check_memory_downloads_configs_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -94,7 +94,11 @@ def check(
     launched: int = 1 if launch is None else launch.processes
     processes = launched if world_size is None else world_size
     derived, price = numbers(config, processes).as_dict(), cost(config, processes, gpu)
-    counted = _memory(config, processes, launch) if memory else None
+    counted = None
+    if memory:
+        from retouch.doctor.memory import report_memory
+
+        counted = report_memory(config, processes, launch)
     advice = warnings_of(config, processes)
     if as_json:
         more: dict[str, Any] = {"cost": price.as_dict(), "warnings": advice}
@@ -118,14 +122,6 @@ def check(
         typer.echo("\n".join(memory_table(counted)))
     for line in advice:
         typer.echo(f"warning: {line}", err=True)
-
-
-def _memory(config: Any, world_size: int, launch: Any) -> dict[str, Any]:
-    import torch  # noqa: F401  # if it is missing, the message names the extra
-
-    from retouch.doctor.memory import report_memory
-
-    return report_memory(config, world_size, launch)
 
 
 @app.command()

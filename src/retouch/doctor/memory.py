@@ -18,10 +18,11 @@ from retouch.doctor.data import needs_no_t5
 from retouch.doctor.launch import Launch
 from retouch.doctor.line import Line, size
 from retouch.doctor.machine import Gpus
-from retouch.doctor.model import Found, Shapes, find_model
+from retouch.doctor.model import Found, downloaded, find_model, loaded
 from retouch.doctor.networks import Networks, asked_adapter, build_networks
 from retouch.doctor.scorers import scorers_beside
 from retouch.families.base import Model, TrainFull, TrainIpAdapter, TrainLora
+from retouch.families.sizes import Sizes, released_sizes
 from retouch.registry import load_attribute
 
 if TYPE_CHECKING:
@@ -91,27 +92,54 @@ def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
     name = run.model.spec.network_name
     if name not in networks.parts or run.algorithm.trains_text_encoder:
         return None
-    shapes: Shapes = {key: tuple(weight.shape) for key, weight in networks.parts[name].named_parameters()}
+    from retouch.families.quantized import sizes_of
+
     others = {part: weights_in(made) for part, made in networks.parts.items() if part != name}
-    buffers = sum(buffer.numel() for buffer in networks.parts[name].buffers())
-    if buffers:  # of SD3: the table of positions
-        others[f"{name}, buffers"] = buffers
+    if networks.encoder is not None:
+        others["image_encoder"] = weights_in(networks.encoder)
+    shape = asked_adapter(run.model, networks)
+    about: Any = {"whole": networks.whole, "decoder": decoder_bytes(run, networks)}
+    return _counted(run, sizes_of(networks.parts[name]), others, shape, **about)
+
+
+def count_released(run: RunConfig) -> Counted | None:
+    """As `count_weights`, of a released model by the counts that come with the package: without torch and without the
+    configs of the hub. None where more than these decides: a style adapter by the modules of the network, a decode
+    with gradient by its operations."""
+    model = run.model
+    if model.path not in model.spec.hub_ids or not model.has_released_sizes or model.transformer is not None:
+        return None
+    if run.algorithm.trains_text_encoder or model.train.kind == "ip_adapter" or run.algorithm.decoder_backwards(run):
+        return None
+    network, others = released_sizes(model.spec)
+    loaded_ones = loaded(model, embedded=needs_no_t5(run), folder=downloaded(model.path))
+    return _counted(run, network, {name: count for name, count in others.items() if name in loaded_ones}, None)
+
+
+def _counted(
+    run: RunConfig, network: Sizes, beside: Mapping[str, int], adapter: AdapterShape | None, **about: Any
+) -> Counted | None:
+    """The weights of a run; None for a style adapter of unknown shape.
+
+    Args:
+        beside: component -> number of weights of the networks beside the trained one.
+        about: fields of `Counted` for `_counted` to pass on.
+    """
+    others = dict(beside)
+    if network.buffers:  # of SD3: the table of positions
+        others[f"{run.model.spec.network_name}, buffers"] = network.buffers
     stays = not (run.model.offload_text_encoders or run.model.free_text_encoders)
     waiting = {part for part in others if part.startswith("text_") and not stays}
     waiting |= {"vae"} & others.keys() if run.model.offload_vae else set()
-    train = run.model.train
-    if networks.encoder is not None:
-        others["image_encoder"] = weights_in(networks.encoder)
-        waiting.add("image_encoder")
-    quantized = None if run.model.quantize is None else quantized_bytes(run, networks.parts[name])
-    about: Any = {"quantized": quantized, "others": others, "waiting": frozenset(waiting), "whole": networks.whole}
-    about |= {"decoder": decoder_bytes(run, networks), "tables": table_bytes(networks.parts[name])}
+    waiting |= {"image_encoder"} & others.keys()
+    scheme, train = run.model.quantize, run.model.train
+    quantized = None if scheme is None else network.quantized_bytes(scheme, BYTES[run.model.dtype])
+    about |= {"quantized": quantized, "others": others, "waiting": frozenset(waiting), "tables": network.tables}
     if isinstance(train, TrainFull):
-        return Counted(number(shapes), 0, **about)
+        return Counted(network.weights, 0, **about)
     if isinstance(train, TrainLora):
-        return Counted(lora_weights(run, shapes), number(shapes), **about)
-    shape = asked_adapter(run.model, networks)
-    return None if shape is None else Counted(frozen=number(shapes), **adapter_weights(train, shape), **about)
+        return Counted(lora_weights(run, network.shapes), network.weights, **about)
+    return None if adapter is None else Counted(frozen=network.weights, **adapter_weights(train, adapter), **about)
 
 
 def decoder_bytes(run: RunConfig, networks: Networks) -> int:
@@ -134,16 +162,6 @@ def decoder_bytes(run: RunConfig, networks: Networks) -> int:
         cells = height // autoencoder.downsampling, width // autoencoder.downsampling
         latents = torch.empty(1, autoencoder.channels, *cells)
         return gradient_bytes(autoencoder, latents, checkpointing=run.training.gradient_checkpointing)
-
-
-def quantized_bytes(run: RunConfig, network: Any) -> int:
-    """Bytes of a network on the meta device under `model.quantize`."""
-    from retouch.families.quantized import block_matrices, stored_bytes
-
-    assert run.model.quantize is not None
-    matrices = [tuple(network.get_submodule(name).weight.shape) for name in block_matrices(network)]
-    others = weights_in(network) - sum(map(math.prod, matrices))
-    return BYTES[run.model.dtype] * others + sum(stored_bytes(shape, run.model.quantize) for shape in matrices)
 
 
 def adapter_weights(train: TrainIpAdapter, shape: AdapterShape) -> dict[str, int]:
@@ -171,20 +189,12 @@ def weights_in(network: Any) -> int:
     return sum(weight.numel() for weight in network.parameters())
 
 
-def table_bytes(network: Any) -> int:
-    """Bytes of tensors that the modules of a network keep as plain attributes: diffusers' Qwen-Image has its rotary
-    frequencies there, and copies them to the device."""
-    kept = [value for module in network.modules() for value in vars(module).values()]
-    tensors = [one for value in kept for one in (value if isinstance(value, list) else [value])]
-    return sum(one.nbytes for one in tensors if hasattr(one, "nbytes"))
-
-
 def number(shapes: Mapping[str, Sequence[int]]) -> int:
     """Number of weights of these shapes."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def lora_weights(run: RunConfig, shapes: Shapes) -> int:
+def lora_weights(run: RunConfig, shapes: Mapping[str, Sequence[int]]) -> int:
     """Weights of the adapters: rank times the two sides of every adapted matrix."""
     train = run.model.train
     assert isinstance(train, TrainLora)
@@ -274,6 +284,11 @@ def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = N
             f"--accelerate: given, but {run.algorithm.name} is not sharded by accelerate; leave it out, and set "
             "training.sharding"
         )
+    weights = count_released(run)
+    if weights is not None:
+        return _report(run, weights, world_size)
+    import torch  # noqa: F401  # if it is missing, the message names the extra
+
     found = find_model(run.model, embedded=needs_no_t5(run))
     if found.folder is None and found.problems:
         raise ConfigError(found.problems[0])
@@ -290,6 +305,10 @@ def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = N
             "--memory: not counted: "
             + (found.missing if found.missing and not networks.parts else _unknown(run, networks))
         )
+    return _report(run, weights, world_size)
+
+
+def _report(run: RunConfig, weights: Counted, world_size: int) -> dict[str, Any]:
     report = {
         "device_bytes": device_bytes(run, weights, world_size),
         "host_bytes": host_bytes(run, weights),

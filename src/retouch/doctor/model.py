@@ -57,7 +57,7 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
     try:
         other = None if model.transformer is None else transformer_folder(model.transformer)
         path = component_path(model.path, model.family)
-        folder = Path(path) if Path(path).is_dir() else _downloaded(path)
+        folder = Path(path) if Path(path).is_dir() else downloaded(path)
         if folder is None:
             away = f"{path} is not on this machine; the run downloads it (gated ones need HF_TOKEN)"
             return Found(missing=away, embedded=embedded, transformer=other)
@@ -104,7 +104,7 @@ def loaded(model: Model, *, embedded: bool, folder: Path | None = None) -> dict[
     }
 
 
-def _downloaded(hub_id: str) -> Path | None:
+def downloaded(hub_id: str) -> Path | None:
     """The newest snapshot of a hub id in the local cache."""
     from huggingface_hub import try_to_load_from_cache
 

@@ -1,5 +1,5 @@
 """Classifier-free guidance (arXiv 2207.12598) in one forward of a doubled batch: the half without the prompt, then that
-with it. A condition is guided where it has a `negative_text`.
+with it; or in a forward of each half. A condition is guided where it has a `negative_text`.
 
 Legend: B samples.
 """
@@ -29,6 +29,19 @@ def doubled(x: Tensor, tensors: Tensors) -> Tensor:
 def halves(tensors: Tensors, name: str) -> Tensor:
     """A tensor of the negative prompt, then of the prompt [2 B, ...]; of the prompt alone without guidance."""
     return torch.cat([tensors[f"negative_{name}"], tensors[name]]) if is_guided(tensors) else tensors[name]
+
+
+def each_half(tensors: Tensors) -> list[Tensors]:
+    """A guided condition as two without guidance, of the negative prompt and of the prompt, whose outputs concatenated
+    are one of both halves; another condition alone."""
+    if not is_guided(tensors):
+        return [tensors]
+    negative = {name: t for name, t in tensors.items() if name.startswith("negative_")}
+    with_text = {name: t for name, t in tensors.items() if name not in negative}
+    without = {**with_text, **{name.removeprefix("negative_"): t for name, t in negative.items()}}
+    if "reference_keep" in without:
+        without["reference_keep"] = torch.zeros_like(without["reference_keep"])
+    return [without, with_text]
 
 
 def guided(output: Tensor, tensors: Tensors, scale: float | None = None) -> Tensor:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,12 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retouch.config.errors import ConfigError
+from retouch.families.sizes import BLOCK, Sizes
 
 if TYPE_CHECKING:
     from retouch.families.base import Quantization
-
-BLOCK = 64
-"""Weights that share a scale in nf4."""
 
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
@@ -76,10 +72,20 @@ def block_matrices(network: nn.Module) -> list[str]:
     ]
 
 
-def stored_bytes(shape: Sequence[int], scheme: Quantization) -> int:
-    """Bytes of a matrix of (rows, columns), scales included."""
-    count = math.prod(shape)
-    return -(-count // 2) + 4 * -(-count // BLOCK) if scheme == "nf4" else count + 4 * shape[0]
+def sizes_of(network: nn.Module) -> Sizes:
+    """Sizes of a network, which may be on the meta device."""
+    shapes = {name: tuple(weight.shape) for name, weight in network.named_parameters()}
+    matrices = frozenset(f"{name}.weight" for name in block_matrices(network))
+    buffers = sum(buffer.numel() for buffer in network.buffers())
+    return Sizes(shapes, buffers, table_bytes(network), matrices)
+
+
+def table_bytes(network: nn.Module) -> int:
+    """Bytes of tensors that the modules of a network keep as plain attributes: diffusers' Qwen-Image has its rotary
+    frequencies there, and copies them to the device."""
+    kept = [value for module in network.modules() for value in vars(module).values()]
+    tensors = [one for value in kept for one in (value if isinstance(value, list) else [value])]
+    return sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor))
 
 
 class QuantizedLinear(nn.Linear):

@@ -9,6 +9,7 @@ from retouch.complete import complete_checkpoints
 from retouch.config import ConfigError, RunConfig
 from retouch.config.check import require_trainable
 from retouch.observe.run_dir import RunDir
+from retouch.training.resume import require_it_fits
 
 
 def require_can_begin_here(config: RunConfig) -> None:
@@ -20,10 +21,10 @@ def require_can_begin_here(config: RunConfig) -> None:
 
 def require_can_begin(config: RunConfig, run_dir: RunDir) -> None:
     """Refuse a run directory that holds another run, or to which another process writes, and a `resume` that is no
-    checkpoint: before minutes go into loading a model.
+    checkpoint, or one that the run file does not fit: before minutes go into loading a model.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError, CheckpointError: naming the key.
     """
     require_trainable(config)
     run_dir.require_free()
@@ -32,6 +33,7 @@ def require_can_begin(config: RunConfig, run_dir: RunDir) -> None:
         run_dir.require_new()
     elif given != "auto":
         _require_checkpoint(given)
+    require_it_fits(config, run_dir)
 
 
 def _require_checkpoint(given: str) -> None:

@@ -1,5 +1,5 @@
 """Whether a run may resume from a checkpoint: compare its run file with the current one and, for a mid-epoch
-checkpoint, the files that its rollouts were sampled with."""
+checkpoint, the files that its rollouts were sampled with. All but the rows of an epoch is looked at without torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from pydantic_core import to_jsonable_python
-from torch import Tensor
 
 from retouch.complete import COMPLETE, complete_checkpoints, damaged
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
@@ -28,6 +26,8 @@ from retouch.rewards.base import RewardEntry
 from retouch.rewards.table import RewardTable
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from retouch.training.build import Run
 
 logger = logging.getLogger(__name__)
@@ -125,12 +125,36 @@ def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> None
     Raises:
         CheckpointError: with the option that must be set back.
     """
-    current = dump_run(config)
-    before, now = saved_run_file(state, folder), yaml12.parse(current)
+    _require_same_kind(folder, state, config)
+    _warn_of_changes(state["config"], dump_run(config))
+
+
+def require_it_fits(config: RunConfig, run_dir: RunDir) -> None:
+    """Refuse what `may_go_on` and `same_kind` would, but for the files of the model: before torch is imported and a
+    model is loaded. A checkpoint that cannot be read is reported where it is loaded.
+
+    Raises:
+        CheckpointError: with the first option that must be set back.
+    """
+    folder = resume_folder(config, run_dir, quiet=True)
+    if folder is None:
+        return
+    try:
+        state = sound_state(folder)
+    except CheckpointError:
+        return
+    kept = with_kept_defaults(config)
+    _require_same_kind(folder, state, kept)
+    if not config.algorithm.trains_text_encoder:
+        with _reading_run_file(folder):
+            _may_go_on(folder, state, kept, None)
+
+
+def _require_same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> None:
+    before, now = saved_run_file(state, folder), yaml12.parse(dump_run(config))
     with _reading_run_file(folder):
         for section, name in (("model", "family"), ("algorithm", "name")):
             _same(folder, "was written under", section, name, before, now, NEW_RUN)
-    _warn_of_changes(state["config"], current)
 
 
 def may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: Base) -> None:
@@ -162,7 +186,8 @@ def _reading_run_file(folder: Path) -> Iterator[None]:
         raise damaged(folder, f"state.json: config is no whole run file ({type(error).__name__}: {error})") from error
 
 
-def _may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: Base) -> None:
+def _may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: Base | None) -> None:
+    """The comparison of `may_go_on`; `base` None leaves out the files of the model."""
     before, now = with_new_names(saved_run_file(state, folder)), yaml12.parse(dump_run(config))
     for section in ("optimizer", "algorithm"):  # an option that is missing in the checkpoint did not exist yet
         before[section] = {**_own_defaults(getattr(config, section)), **before[section]}
@@ -179,7 +204,7 @@ def _may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: 
         for key, then, given in changes_in_epoch(config, before, now):
             raise _refused(folder, "lies inside an epoch of", key, then, given, INSIDE)
         _same_rows(folder, before, now)
-        if "base" in state:  # missing in older checkpoints
+        if base is not None and "base" in state:  # missing in older checkpoints
             _same_base(folder, before, now, state["base"], base)
 
 
@@ -243,6 +268,8 @@ def without_keys(run: Run, folder: Path, rollouts: Mapping[str, Tensor]) -> dict
 
 
 def _keys(data: Dataset, positions: Tensor) -> Tensor:
+    import torch
+
     known = {p: item_key(data.items[p]) if p < len(data) else -1 for p in positions.unique().tolist()}
     return torch.tensor([known[p] for p in positions.tolist()], dtype=torch.int64)
 

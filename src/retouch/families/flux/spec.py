@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from retouch.families.base import AdapterFacts, ModelSection
+from retouch.families.released import CLIP_L, T5_XXL, autoencoder
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -88,7 +89,7 @@ FACTS: dict[str, Any] = {
 
 
 def released(in_channels: int) -> Mapping[str, Mapping[str, Any]]:
-    """`FamilySpec.released` of a transformer of 11.9 B parameters with this many input channels."""
+    """`FamilySpec.released` with a transformer of 11.9 B parameters with this many input channels."""
     transformer = {
         "patch_size": 1,
         "in_channels": in_channels,
@@ -102,4 +103,5 @@ def released(in_channels: int) -> Mapping[str, Mapping[str, Any]]:
         "guidance_embeds": True,
         "axes_dims_rope": (16, 56, 56),
     }
-    return {"transformer": transformer}
+    vae = autoencoder(16, scaling_factor=0.3611, shift_factor=0.1159)
+    return {"transformer": transformer, "vae": vae, "text_encoder": CLIP_L, "text_encoder_2": T5_XXL}

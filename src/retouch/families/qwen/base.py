@@ -9,7 +9,7 @@ Legend: B samples, C latent channels, h w latent sides, S text tokens, L of one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from retouch.core.schedule import FlowSchedule, Schedule
 from retouch.families.diffusion import FamilyModel, pack, unpack
-from retouch.families.guidance import doubled, guided, halves, is_guided
+from retouch.families.guidance import Tensors, doubled, each_half, guided, halves, is_guided
 from retouch.families.inputs import image_pixels
 from retouch.families.qwen.distillation import merge_distillation_lora
 from retouch.families.qwen.spec import NEGATIVE, QwenSection
@@ -110,22 +110,34 @@ class QwenModel(FamilyModel):
         token, to the length of the guided prediction."""
         return self._velocity(network, x, t, condition)
 
-    def _velocity(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition, **options: Any) -> Tensor:
-        c = condition.tensors
+    def _velocity(
+        self,
+        network: nn.Module,
+        x: Tensor,
+        t: Tensor,
+        condition: Condition,
+        options: Callable[[Tensors], Mapping[str, Any]] = lambda _: {},
+    ) -> Tensor:
+        """`predict` without blending; `options` gives further inputs of the network, of the tensors of a forward."""
+        c, exact = condition.tensors, self.config.exact_text_lengths
         h, w = x.shape[2:]
-        pictures = pictures_in(c)
-        tokens = torch.cat([pack(picture) for picture in (x, *pictures)], 1).to(self.dtype)
-        tokens, timestep = doubled(tokens, c), doubled((t * 1000).to(self.dtype) / 1000, c)
-        text, mask = without_common_padding(halves(c, "text"), halves(c, "text_mask"))
-        output = network(
-            hidden_states=tokens,
-            timestep=timestep,
-            encoder_hidden_states=text.to(self.dtype),
-            encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, p.shape[2] // 2, p.shape[3] // 2) for p in (x, *pictures)]] * len(tokens),
-            return_dict=False,
-            **options,
-        )[0][:, : (h // 2) * (w // 2)].float()
+        images = [x, *pictures_in(c)]
+        tokens = torch.cat([pack(image) for image in images], 1).to(self.dtype)
+        timestep = (t * 1000).to(self.dtype) / 1000
+        outputs: list[Tensor] = []
+        for part in each_half(c) if exact else [c]:
+            lengths = 1 if exact else BUCKET
+            text, mask = without_common_padding(halves(part, "text"), halves(part, "text_mask"), lengths)
+            outputs += network(
+                hidden_states=doubled(tokens, part),
+                timestep=doubled(timestep, part),
+                encoder_hidden_states=text.to(self.dtype),
+                encoder_hidden_states_mask=mask,
+                img_shapes=[[(1, i.shape[2] // 2, i.shape[3] // 2) for i in images]] * len(text),
+                return_dict=False,
+                **options(part),
+            )
+        output = torch.cat(outputs)[:, : (h // 2) * (w // 2)].float()
         if is_guided(c):
             both, with_text = guided(output, c), output.chunk(2)[1]
             output = both * (with_text.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True))
@@ -137,12 +149,12 @@ BUCKET = 32
 they are batched with, and a compiled network is compiled for few shapes."""
 
 
-def without_common_padding(states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+def without_common_padding(states: Tensor, mask: Tensor, multiple: int = BUCKET) -> tuple[Tensor, Tensor | None]:
     """Text states [B, S, D] padded on the right, with a mask [B, S] that is best on the CPU -> [B, S', D] and [B, S']
-    bool, S' the multiple of BUCKET (S at most) that holds the longest row; None in place of a mask without padding,
+    bool, S' the multiple of `multiple` (S at most) that holds the longest row; None in place of a mask without padding,
     which attention takes faster."""
     counts: list[int] = (mask > 0).sum(1).tolist()
-    length = min(-(-max(counts) // BUCKET) * BUCKET, mask.shape[1])
+    length = min(-(-max(counts) // multiple) * multiple, mask.shape[1])
     kept = None if min(counts) == length else _filled_places(tuple(counts), length, states.device)
     return states[:, :length], kept
 

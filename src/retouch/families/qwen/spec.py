@@ -12,6 +12,11 @@ class QwenSection(ModelSection):
 
     distillation_lora: DistillationLora | None = None
     """LoRA of a few-step model that is merged into the network; null merges none."""
+    exact_text_lengths: bool = False
+    """Cut the text of a forward to its longest prompt instead of to a multiple of 32 tokens, without a mask where all
+    its prompts are as long, and give the negative prompt a forward of its own length. Predictions are equal up to
+    rounding, which then depends on the prompts that a sample is batched with; with `training.compile` every length is
+    compiled."""
 
     @property
     def merged_lora(self) -> DistillationLora | None:

@@ -78,7 +78,7 @@ class QwenImage(QwenModel):
         """Velocity [B, C, h, w] at sigma `t` [B]: by classifier-free guidance whose result is scaled back, token by
         token, to the length of the guided prediction; outside the mask the one that leads to the source."""
         c = condition.tensors
-        velocity = self._velocity(network, x, t, condition, attention_kwargs=adapter_inputs(c))
+        velocity = self._velocity(network, x, t, condition, lambda part: {"attention_kwargs": adapter_inputs(part)})
         return blended(velocity, x, t, c)
 
 

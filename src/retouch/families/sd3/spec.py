@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from retouch.families.base import FamilySpec, ModelSection
+from retouch.families.released import CLIP_BIGG, CLIP_L, T5_XXL, autoencoder
 from retouch.families.variants import require_variant
 
 Sd3Variant = Literal["medium", "large", "large_turbo"]
@@ -25,8 +26,6 @@ LARGE_GUIDANCE = 3.5
 """Released guidance scale of large."""
 
 CLIP_TOKENS = 77
-
-_CLIP = {"vocab_size": 49408, "max_position_embeddings": CLIP_TOKENS, "hidden_act": "gelu"}
 
 
 class Sd3Model(ModelSection):
@@ -75,43 +74,10 @@ class Sd3Model(ModelSection):
                 "dual_attention_layers": tuple(range(13)),
                 "qk_norm": "rms_norm",
             },
-            "vae": {  # 0.084 B
-                "down_block_types": ("DownEncoderBlock2D",) * 4,
-                "up_block_types": ("UpDecoderBlock2D",) * 4,
-                "block_out_channels": (128, 256, 512, 512),
-                "layers_per_block": 2,
-                "latent_channels": 16,
-                "use_quant_conv": False,
-                "use_post_quant_conv": False,
-                "scaling_factor": 1.5305,
-                "shift_factor": 0.0609,
-            },
-            "text_encoder": {  # CLIP-L, 0.12 B
-                **_CLIP,
-                "hidden_size": 768,
-                "intermediate_size": 3072,
-                "num_hidden_layers": 12,
-                "num_attention_heads": 12,
-                "projection_dim": 768,
-                "hidden_act": "quick_gelu",
-            },
-            "text_encoder_2": {  # CLIP-bigG, 0.69 B
-                **_CLIP,
-                "hidden_size": 1280,
-                "intermediate_size": 5120,
-                "num_hidden_layers": 32,
-                "num_attention_heads": 20,
-                "projection_dim": 1280,
-            },
-            "text_encoder_3": {  # T5-XXL, 4.76 B
-                "vocab_size": 32128,
-                "d_model": 4096,
-                "d_kv": 64,
-                "d_ff": 10240,
-                "num_layers": 24,
-                "num_heads": 64,
-                "feed_forward_proj": "gated-gelu",
-            },
+            "vae": autoencoder(16, scaling_factor=1.5305, shift_factor=0.0609),
+            "text_encoder": CLIP_L,
+            "text_encoder_2": CLIP_BIGG,
+            "text_encoder_3": T5_XXL,
         },
         hub_ids=(RELEASED["medium"],),  # large and large-turbo have other sizes
         doubles_for_guidance=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from retouch.families.base import AdapterFacts, FamilySpec, ModelSection
+from retouch.families.released import CLIP_L, autoencoder
 
 
 class SdInpaintModel(ModelSection):
@@ -34,7 +35,9 @@ class SdInpaintModel(ModelSection):
                 "layers_per_block": 2,
                 "attention_head_dim": 8,
                 "cross_attention_dim": 768,
-            }
+            },
+            "vae": autoencoder(4, quant_conv=True, scaling_factor=0.18215),
+            "text_encoder": CLIP_L,
         },
         hub_ids=("stable-diffusion-v1-5/stable-diffusion-inpainting",),
         writes_words=False,

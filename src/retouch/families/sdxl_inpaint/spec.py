@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from retouch.families.base import FamilySpec, ModelSection
+from retouch.families.released import CLIP_BIGG, CLIP_L, autoencoder
 
 
 class SdxlInpaintModel(ModelSection):
@@ -45,7 +46,10 @@ class SdxlInpaintModel(ModelSection):
                 "addition_embed_type": "text_time",
                 "addition_time_embed_dim": 256,
                 "projection_class_embeddings_input_dim": 2816,
-            }
+            },
+            "vae": autoencoder(4, quant_conv=True, scaling_factor=0.13025),
+            "text_encoder": CLIP_L,
+            "text_encoder_2": CLIP_BIGG,
         },
         hub_ids=("diffusers/stable-diffusion-xl-1.0-inpainting-0.1",),
         writes_words=False,

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from retouch.config.base import Positive
 from retouch.families.base import FamilySpec, ModelSection
 from retouch.families.qwen3.spec import QWEN3_4B
+from retouch.families.released import autoencoder
 from retouch.families.variants import require_variant
 
 ZImageVariant = Literal["base", "turbo"]
@@ -52,15 +53,7 @@ class ZImageModel(ModelSection):
                 "axes_dims": [32, 48, 48],
                 "axes_lens": [1024, 512, 512],
             },
-            "vae": {  # of FLUX.1
-                "block_out_channels": (128, 256, 512, 512),
-                "down_block_types": ("DownEncoderBlock2D",) * 4,
-                "up_block_types": ("UpDecoderBlock2D",) * 4,
-                "layers_per_block": 2,
-                "latent_channels": 16,
-                "use_quant_conv": False,
-                "use_post_quant_conv": False,
-            },
+            "vae": autoencoder(16),  # of FLUX.1
             "text_encoder": QWEN3_4B,
         },
         hub_ids=tuple(RELEASED.values()),

@@ -1,0 +1,99 @@
+"""Sizes of networks without the networks: of released ones from `released_sizes.json`, without torch.
+
+`tools/released_sizes.py` writes that file from the networks on the meta device, which take ten seconds of imports.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retouch.families.base import FamilySpec, Quantization
+
+FILE = "released_sizes.json"
+"""Beside this module; see `as_stored`."""
+
+BLOCK = 64
+"""Weights that share a scale in nf4."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a network.
+
+    Attributes:
+        shapes: of its weights, by name.
+        buffers: numbers in its buffers.
+        tables: bytes of tensors that its modules keep as plain attributes.
+        matrices: names of the weights that `model.quantize` stores in 8 or 4 bits.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    buffers: int = 0
+    tables: int = 0
+    matrices: frozenset[str] = field(default_factory=frozenset[str])
+
+    @property
+    def weights(self) -> int:
+        """Number of its weights."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    def quantized_bytes(self, scheme: Quantization, each: int) -> int:
+        """Bytes of its weights under `model.quantize`, `each` for one that is not quantized."""
+        stored = sum(stored_bytes(self.shapes[name], scheme) for name in self.matrices)
+        return stored + each * sum(math.prod(s) for name, s in self.shapes.items() if name not in self.matrices)
+
+
+def stored_bytes(shape: Sequence[int], scheme: Quantization) -> int:
+    """Bytes of a quantized matrix of (rows, columns), scales included."""
+    count = math.prod(shape)
+    return -(-count // 2) + 4 * -(-count // BLOCK) if scheme == "nf4" else count + 4 * shape[0]
+
+
+def released_sizes(spec: FamilySpec) -> tuple[Sizes, dict[str, int]]:
+    """Sizes of the trained network of a released model, and the number of weights of each other one by component."""
+    stored: Any = json.loads(resources.files("retouch.families").joinpath(FILE).read_text(encoding="utf-8"))
+    found = stored[spec.family]
+    weights = [row for row in found["weights"] for row in _unfolded(*row)]
+    shapes = {name: shape for name, shape, _ in weights}
+    matrices = frozenset(name for name, _, whole in weights if whole)
+    return Sizes(shapes, found["buffers"], found["tables"], matrices), found["others"]
+
+
+def as_stored(network: Sizes, others: Mapping[str, int]) -> dict[str, Any]:
+    """The entry of a family in the file; `weights` has [name with * for the number of its block, [[first, last] of
+    these numbers], shape, whether `model.quantize` stores it in fewer bits] for all weights that differ in that
+    number."""
+    alike: dict[tuple[str, tuple[int, ...], bool], list[int]] = defaultdict(list)
+    for name, shape in network.shapes.items():
+        parts = name.split(".")
+        numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+        inner = [i for i in numbers if parts[i - 1] == "transformer_blocks"]  # ten in a block of a U-Net
+        at = next(iter(inner or numbers), None)
+        folded = name if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])
+        alike[folded, shape, name in network.matrices] += [] if at is None else [int(parts[at])]
+    rows = [[name, _runs(numbers), list(shape), whole] for (name, shape, whole), numbers in alike.items()]
+    return {"weights": rows, "buffers": network.buffers, "tables": network.tables, "others": dict(others)}
+
+
+def _runs(numbers: Iterable[int]) -> list[list[int]]:
+    """[first, last] of each run of consecutive numbers."""
+    runs = (list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]))
+    return [[run[0][1], run[-1][1]] for run in runs]
+
+
+def _unfolded(
+    name: str, runs: Sequence[Sequence[int]], shape: Sequence[int], quantized: bool
+) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    if "*" not in name:
+        yield name, tuple(shape), quantized
+    for first, last in runs:
+        for number in range(first, last + 1):
+            yield name.replace("*", str(number)), tuple(shape), quantized
