@@ -90,7 +90,7 @@ def _write(run: Path) -> Path:
         f"<p class=dim>{escape(subtitle(config, by_kind))}</p>",
         _verdict(points, rows, list(config.get("rewards") or {}), records),
         _evaluations(points, rows),
-        _transfer(list(rows.values())[-2:], config.get("rewards") or {}),
+        _transfer_section(list(rows.values())[-2:], config.get("rewards") or {}),
         _grids(run, read=any("read" in row for part in rows.values() for row in part)),
         _readings(rows),
         curves([by_kind]),
@@ -190,8 +190,8 @@ def _evaluations(points: dict[str, Record], rows: dict[str, list[Record]]) -> st
     return evaluation_table(columns, changes, "one kind of weights; differences are paired by image.")
 
 
-def _transfer(rows: Sequence[Sequence[Record]], rewards: Mapping[str, Record]) -> str:
-    """What untouched readers confirm of the gain of a trained one between two evaluations; "" without a clear gain."""
+def _transfer_section(rows: Sequence[Sequence[Record]], rewards: Mapping[str, Record]) -> str:
+    """The part of the gain of each trained reader that gold readers confirm; "" without a clear gain."""
     if len(rows) < 2:
         return ""
     gold = [name for name, entry in rewards.items() if entry.get("role") == "gold"]

@@ -36,7 +36,7 @@ _CLEAR = 0.0005
 
 @dataclass(frozen=True)
 class Transfer:
-    """What untouched readers confirm of the gain of a trained one.
+    """The part of a trained reader's gain that untouched readers confirm.
 
     Attributes:
         trained: name of its reward.

@@ -57,7 +57,8 @@ def compare(
     Returns:
         {"examples", "images", "means": {name: {measure: value}}, "gains": {name: {measure: [mean, low, high]}}}: gains
         are paired differences from the evaluation before, with 95 % intervals. "against": name of the weights that
-        the last gains compare with. "facets": `Evaluation.by_facet` by name, if the examples have facets. "win_rates":
+        the last gains compare with. "transfer": sentences on clear gains of a trained reader, by the names of "gains",
+        if gold rewards read. "facets": `Evaluation.by_facet` by name, if the examples have facets. "win_rates":
         of `duels.win_rates`, if a reward compares two images.
 
     Raises:
@@ -315,7 +316,7 @@ def gains(after: Evaluation, before: Evaluation) -> dict[str, list[float]]:
 
 
 def confirmed(after: Evaluation, before: Evaluation, rewards: Mapping[str, RewardEntry]) -> list[Transfer]:
-    """What the gold readers confirm of the gain of each reader that is trained on."""
+    """The part of the gain of each trained reader that gold readers confirm."""
     gold = [name for name, entry in rewards.items() if entry.role == "gold"]
     trained = [n for n, entry in rewards.items() if n not in gold and (entry.weight or entry.gradient_weight)]
     return transfers(before.rows, after.rows, trained, gold)

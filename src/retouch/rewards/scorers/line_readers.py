@@ -1,6 +1,6 @@
-"""Readers of one English line, for gold rewards: EasyOCR's recogniser, tesseract and ddddocr. They share no weights, no
-training data and no code with PP-OCR, so that a run which exploits PP-OCR does not exploit them. The weights of each
-are inside a package of the extra `readers`. No torch before EasyOCR's network is loaded.
+"""Readers of one English line, for gold rewards: EasyOCR's recogniser, tesseract and ddddocr, whose networks
+and weights are not those of PP-OCR. The weights of each are inside a package of the extra `readers`. No torch before
+EasyOCR's network is loaded.
 """
 
 from __future__ import annotations
