@@ -76,7 +76,11 @@ def shown_interval(value: Interval, form: str = "+.3f") -> str:
 
 def readers_of(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     """Those of the rewards that report what a reader measures."""
-    return [name for name in names if any(row.get(f"{name}.{MEASURE}") is not None for row in rows)]
+    return [name for name in names if any(_is_read(row, f"{name}.{MEASURE}") for row in rows)]
+
+
+def _is_read(row: Row, measure: str) -> bool:
+    return isinstance(row.get(measure), int | float)
 
 
 def transfers(
@@ -135,7 +139,7 @@ def _changes(
     names = [f"{reader}.{MEASURE}" for reader in readers]
     earlier = {(row["example"], row["index"]): row for row in before}
     pairs = [(row, earlier.get((row["example"], row["index"]), {})) for row in after]
-    complete = [(now, old) for now, old in pairs if all(r.get(n) is not None for r in (now, old) for n in names)]
+    complete = [(now, old) for now, old in pairs if all(_is_read(r, n) for r in (now, old) for n in names)]
     changes = {
         reader: np.asarray([float(now[name]) - float(old[name]) for now, old in complete], np.float64)
         for reader, name in zip(readers, names, strict=True)

@@ -20,6 +20,7 @@ from PIL import Image
 from retouch.errors import ConfigError
 from retouch.lines import greedy_reading
 from retouch.machine import threads_sleep
+from retouch.registry import load_attribute
 from retouch.rewards.protocol import Pixels
 
 HEIGHT = 64
@@ -99,9 +100,9 @@ class EasyOcr:
 
     def __init__(self, threads: int) -> None:
         del threads
-        from retouch.rewards.scorers import easyocr_network
-
-        self._network = easyocr_network.loaded(_file_of(PACKAGES["easyocr"][0], "english_g2.pth"))
+        # by name: benchmarks import this module without torch
+        loaded = load_attribute("retouch.rewards.scorers.easyocr_network:loaded")
+        self._network = loaded(_file_of(PACKAGES["easyocr"][0], "english_g2.pth"))
 
     def read(self, crop: Pixels) -> tuple[str, float]:
         # easyocr calls its interpolation Lanczos; the constant that it passes to OpenCV is that of bilinear
