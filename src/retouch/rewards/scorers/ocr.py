@@ -18,7 +18,7 @@ from retouch.imaging import text_similarity
 from retouch.lines import folded
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers import line_readers
-from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer, crop_for, unreadable
+from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer, crop_for, importlib_version, unreadable
 from retouch.types import Failure, Outcome, Score
 
 
@@ -56,6 +56,13 @@ class OcrReward(ReadingEntry):
 
     def finds_lines(self) -> bool:
         return self.detect
+
+    def extras(self) -> frozenset[str]:
+        return frozenset({"readers"}) if self.engine in line_readers.PACKAGES else super().extras()
+
+    def reader(self) -> str:
+        packages = line_readers.PACKAGES.get(self.engine)
+        return " ".join([self.engine, *map(importlib_version, packages)]) if packages else super().reader()
 
     def make(self) -> OcrScorer:
         return OcrScorer(self)

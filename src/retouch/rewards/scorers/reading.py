@@ -87,8 +87,6 @@ class ReadingEntry(RewardEntry):
         return True
 
     def extras(self) -> frozenset[str]:
-        if self.engine in line_readers.PACKAGES:
-            return frozenset({"readers"})
         return frozenset({"ocr"} if self.engine == "rapidocr" else ())
 
     def finds_lines(self) -> bool:
@@ -100,8 +98,6 @@ class ReadingEntry(RewardEntry):
 
     def reader(self) -> str:
         """The engine, its version and language, for revisions."""
-        if self.engine in line_readers.PACKAGES:
-            return " ".join([self.engine, *map(importlib_version, line_readers.PACKAGES[self.engine])])
         # 2: texts beyond its dictionary fail
         version = importlib_version("rapidocr") if self.engine == "rapidocr" else f"{paddle.version()} 2"
         return f"{self.engine} {version}" + (f" {self.language}" if self.language else "")
