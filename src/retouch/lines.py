@@ -185,6 +185,25 @@ def _is_unspaced(character: str) -> bool:
     return any(first <= ord(character) <= last for first, last in _UNSPACED)
 
 
+def greedy_reading(
+    classes: Iterable[int], probabilities: Iterable[float], characters: Sequence[str]
+) -> tuple[str, float]:
+    """The text of the likeliest class of every column under CTC, repeats and blanks removed, and its confidence: the
+    mean probability of the columns of its characters; ("", 0.0) if all are blank.
+
+    Args:
+        classes: of the columns in order; 0 is the blank, and class i + 1 is character i.
+        probabilities: of these classes.
+    """
+    text, sure, last = "", list[float](), 0
+    for found, probability in zip(classes, probabilities, strict=True):
+        if found not in (0, last):
+            text += characters[found - 1]
+            sure.append(probability)
+        last = found
+    return text, sum(sure) / len(sure) if sure else 0.0
+
+
 def placed(lines: Iterable[TextLine], scale: Point, offset: Point) -> tuple[TextLine, ...]:
     """The lines in other pixels: every point (x, y) becomes (x * scale x - offset x, y * scale y - offset y)."""
 

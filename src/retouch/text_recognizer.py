@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retouch.lines import greedy_reading
 from retouch.saved_tensors import load_frozen
 
 FOLDER = Path(__file__).parent / "tiny" / "bases" / "text_recognizer"
@@ -117,16 +118,9 @@ def log_likelihood(log_probabilities: Tensor, classes: Sequence[int]) -> Tensor:
 
 
 def read_greedily(log_probabilities: Tensor) -> tuple[str, float]:
-    """The text of the likeliest class of every column [T, C], repeats and blanks removed, and its confidence: the mean
-    probability of the columns of its characters; ("", 0.0) if all are blank."""
+    """The text of the likeliest class of every column [T, C], and its confidence (`greedy_reading`)."""
     best, classes = log_probabilities.max(-1)
-    text, sure, last = "", list[float](), 0
-    for value, found in zip(best.tolist(), classes.tolist(), strict=True):
-        if found not in (0, last):
-            text += CHARACTERS[found - 1]
-            sure.append(math.exp(value))
-        last = found
-    return text, sum(sure) / len(sure) if sure else 0.0
+    return greedy_reading(classes.tolist(), map(math.exp, best.tolist()), CHARACTERS)
 
 
 @lru_cache(maxsize=4)

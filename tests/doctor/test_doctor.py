@@ -50,6 +50,7 @@ CHECKED = [
     "extra train",
     "extra serve",
     "extra ocr",
+    "extra readers",
     "extra vlm",
     "extra deepspeed",
     "extra quantize",
@@ -126,6 +127,27 @@ def test_a_style_reward_that_reads_here_needs_the_recogniser(
 def test_a_recogniser_installed_by_hand_needs_no_extra(engine: str, reads: bool, run_yaml: Callable[..., Path]) -> None:
     run = load_run(run_yaml(rewards={"ocr": {"engine": engine}}))
     assert ("ocr" in needed_extras(run)) is reads
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_reader_nobody_trained_on_needs_its_extra(
+    missing: bool, run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requirement is that of pyproject.toml; the installed metadata may be of an earlier version."""
+    version = importlib.metadata.version
+
+    def installed(name: str) -> str:
+        if name == "tesserocr" and missing:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "2.13.0" if name == "tesserocr" else version(name)
+
+    gold = {"scorer": "ocr", "engine": "tesseract", "detect": False, "role": "gold"}
+    run = load_run(run_yaml(rewards={"preservation": {}, "tesseract": gold}))
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["tesserocr>=2.8; extra == 'readers'"])
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    [line] = [line for line in extra_lines(needed_extras(run), {}) if line.what == "extra readers"]
+    remedy = 'tesserocr is not installed: pip install -U "retouch[readers]"'
+    assert (line.status, line.says) == (("fix", remedy) if missing else ("ok", "tesserocr 2.13.0"))
 
 
 def test_zero_needs_deepspeed(run_yaml: Callable[..., Path]) -> None:

@@ -20,6 +20,7 @@ EXTRAS = {
     "train": ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub"),
     "serve": ("fastapi", "uvicorn", "starlette"),
     "ocr": ("rapidocr", "onnxruntime"),
+    "readers": ("tesserocr", "ddddocr"),
     "vlm": ("trl", "datasets"),
     "deepspeed": ("deepspeed",),
     "quantize": ("bitsandbytes",),

@@ -34,6 +34,7 @@ from retouch.observe.html import (
 from retouch.observe.run_dir import read_config, read_metrics, read_rows, reading_records
 from retouch.observe.statistics import MIN_EXAMPLES, paired_difference
 from retouch.observe.timing import PARTS
+from retouch.observe.transfer import Transfer, shown_interval, transfers
 
 Record = dict[str, Any]
 
@@ -89,6 +90,7 @@ def _write(run: Path) -> Path:
         f"<p class=dim>{escape(subtitle(config, by_kind))}</p>",
         _verdict(points, rows, list(config.get("rewards") or {}), records),
         _evaluations(points, rows),
+        _transfer_section(list(rows.values())[-2:], config.get("rewards") or {}),
         _grids(run, read=any("read" in row for part in rows.values() for row in part)),
         _readings(rows),
         curves([by_kind]),
@@ -186,6 +188,31 @@ def _evaluations(points: dict[str, Record], rows: dict[str, list[Record]]) -> st
         before, after = list(points)[-2:]
         changes[f"{after} − {before}"] = lambda measure: change_of(rows[before], rows[after], measure)
     return evaluation_table(columns, changes, "one kind of weights; differences are paired by image.")
+
+
+def _transfer_section(rows: Sequence[Sequence[Record]], rewards: Mapping[str, Record]) -> str:
+    """The part of the gain of each trained reader that gold readers confirm; "" without a clear gain."""
+    if len(rows) < 2:
+        return ""
+    gold = [name for name, entry in rewards.items() if entry.get("role") == "gold"]
+    trained = [name for name, entry in rewards.items() if name not in gold and _is_optimized(entry)]
+    note = (
+        "Share of the gain of the reward that was trained on, as readers measure it that were not: 1 is all of it. The "
+        "hacking index is that gain less the mean gain of the others."
+    )
+    tables = "".join(_transfer_table(one) for one in transfers(*rows, trained, gold))
+    return section("Transfer to other readers", tables, note) if tables else ""
+
+
+def _is_optimized(entry: Record) -> bool:
+    return bool(entry.get("weight", 1.0) or entry.get("gradient_weight", 0.0))
+
+
+def _transfer_table(found: Transfer) -> str:
+    lines = [[f"{found.trained} (trained)", shown_interval(found.gain), "–"]]
+    lines += [[name, shown_interval(found.gains[name]), shown_interval(s, ".2f")] for name, s in found.shares.items()]
+    lines.append(["hacking index", shown_interval(found.index), "–"])
+    return table(["reader", "gain of NED [95 %]", "transfer [95 %]"], lines)
 
 
 def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change], note: str) -> str:

@@ -33,13 +33,13 @@ def paired_difference(
         raise ValueError(f"{len(after)} and {len(before)} values are no pairs")
     difference = np.asarray(after, np.float64) - np.asarray(before, np.float64)
     if examples is not None:
-        difference = _mean_of_each(difference, examples)
+        difference = mean_of_each(difference, examples)
     mean, n = float(difference.mean()), len(difference)
     half = student(n - 1, level) * float(difference.std(ddof=1)) / n**0.5 if n > 1 else float("inf")
     return mean, mean - half, mean + half
 
 
-def _mean_of_each(values: NDArray[np.float64], examples: Sequence[Hashable]) -> NDArray[np.float64]:
+def mean_of_each(values: NDArray[np.float64], examples: Sequence[Hashable]) -> NDArray[np.float64]:
     """Means of the values of each example."""
     places = {example: i for i, example in enumerate(dict.fromkeys(examples))}
     index = np.asarray([places[example] for example in examples])

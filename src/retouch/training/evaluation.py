@@ -43,6 +43,7 @@ from retouch.observe.kept import images_of, kept_images, kept_rows, steps_kept
 from retouch.observe.log import means_text
 from retouch.observe.plateau import lacking_after, trend
 from retouch.observe.run_dir import read_metrics
+from retouch.observe.transfer import transfers
 from retouch.rewards.table import RewardTable
 from retouch.rollout.encoded import encoded_ahead
 from retouch.rollout.plan import ode_plan
@@ -417,19 +418,29 @@ def record_evaluation(
         compared_from: first step whose evaluations count as earlier ones; None for no findings.
     """
     held_out, means = "held_out" if run.eval_is_held_out else "train", result.means()
-    run.dir.log("eval", step, {"moment": moment, "examples": held_out, "images": len(result.rows), **means}, seconds)
-    logger.info("step %d, %d %s images: %s", step, len(result.rows), held_out.replace("_", "-"), means_text(means))
     folder, rewards = run.dir.path / "evaluations", run.rewards
+    gold = [name for name in rewards.evaluated if name not in rewards.trained]
+    earlier = {} if compared_from is None else _earlier(run.dir.path, compared_from, step)
+    first = min(earlier, default=step)
+    confirmed = transfers(earlier.get(first, ()), result.rows, list(optimized(rewards)), gold)
+    record = {**means, **{name: value for one in confirmed for name, value in one.measures().items()}}
+    run.dir.log("eval", step, {"moment": moment, "examples": held_out, "images": len(result.rows), **record}, seconds)
+    logger.info("step %d, %d %s images: %s", step, len(result.rows), held_out.replace("_", "-"), means_text(means))
+    for one in confirmed:
+        logger.info("since step %d: %s", first, one.text())
     found = Findings()
     if compared_from is not None:
-        gold = [name for name in rewards.evaluated if name not in rewards.trained]
-        images_at = images_of(read_metrics(run.dir.path / "metrics.jsonl"))
-        past = {at: path for at, path in steps_kept(folder).items() if compared_from <= at < step}
-        earlier = {at: rows for at, path in past.items() if (rows := kept_rows(path, images_at.get(at))) is not None}
         alarms = evaluation_alarms([*earlier.values()], result.rows, optimized(rewards), gold)
         found = Findings(alarms, _plateau(run, {**earlier, step: result.rows}))
     save_evaluation(result, folder / f"step-{step:06d}", images)
     return found
+
+
+def _earlier(run: Path, first: int, step: int) -> dict[int, list[Row]]:
+    """The rows of the evaluations of a run from step `first` on, up to before `step`, by step."""
+    images_at = images_of(read_metrics(run / "metrics.jsonl"))
+    past = {at: path for at, path in steps_kept(run / "evaluations").items() if first <= at < step}
+    return {at: rows for at, path in past.items() if (rows := kept_rows(path, images_at.get(at))) is not None}
 
 
 def _plateau(run: Evaluated, evaluations: Mapping[int, Sequence[Row]]) -> str | None:

@@ -29,6 +29,7 @@ from retouch.observe.comparison import (
     write_comparison,
 )
 from retouch.observe.report import change_of
+from retouch.observe.transfer import Transfer, transfers
 from retouch.rewards.base import Reward, RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.devices import own_device
@@ -56,7 +57,8 @@ def compare(
     Returns:
         {"examples", "images", "means": {name: {measure: value}}, "gains": {name: {measure: [mean, low, high]}}}: gains
         are paired differences from the evaluation before, with 95 % intervals. "against": name of the weights that
-        the last gains compare with. "facets": `Evaluation.by_facet` by name, if the examples have facets. "win_rates":
+        the last gains compare with. "transfer": sentences on clear gains of a trained reader, by the names of "gains",
+        if gold rewards read. "facets": `Evaluation.by_facet` by name, if the examples have facets. "win_rates":
         of `duels.win_rates`, if a reward compares two images.
 
     Raises:
@@ -284,6 +286,8 @@ def _result(
     judges = pair_judges({name: scored_here(entry) for name, entry in rewards.items()})
     rates = win_rates(judges, results, examples, pairs)
     facets = {name: told for name, result in results.items() if (told := result.by_facet())}
+    found = {f"{b} - {a}": confirmed(results[b], results[a], rewards) for a, b in pairs}
+    told = {label: [one.text() for one in each] for label, each in found.items() if each}
     return {
         **({"facets": facets} if facets else {}),
         "examples": len(examples),
@@ -293,6 +297,7 @@ def _result(
         "gains": {f"{b} - {a}": gains(results[b], results[a]) for a, b in pairs},
         "against": pairs[-1][0] if pairs else None,
         **({"win_rates": rates} if rates else {}),
+        **({"transfer": told} if told else {}),
     }
 
 
@@ -308,6 +313,13 @@ def gains(after: Evaluation, before: Evaluation) -> dict[str, list[float]]:
     """Paired difference of every measure with its interval, over the images that both have (at least two)."""
     changes = {measure: change_of(before.rows, after.rows, measure) for measure in after.means()}
     return {measure: list(change) for measure, change in changes.items() if change is not None}
+
+
+def confirmed(after: Evaluation, before: Evaluation, rewards: Mapping[str, RewardEntry]) -> list[Transfer]:
+    """The part of the gain of each trained reader that gold readers confirm."""
+    gold = [name for name, entry in rewards.items() if entry.role == "gold"]
+    trained = [n for n, entry in rewards.items() if n not in gold and (entry.weight or entry.gradient_weight)]
+    return transfers(before.rows, after.rows, trained, gold)
 
 
 def comparison_table(result: dict[str, Any]) -> str:
@@ -329,6 +341,7 @@ def comparison_table(result: dict[str, Any]) -> str:
             row += f"   {told:{wide[label] - 3}}"
         lines.append(row)
     lines += [*_facet_lines(result), *win_rate_lines(result.get("win_rates", {}))]
+    lines += [f"{label}: {text}" for label, texts in result.get("transfer", {}).items() for text in texts]
     counted = f"{result['images']} images of {result['examples']} example{'s' if result['examples'] > 1 else ''}"
     return "\n".join([*(line.rstrip() for line in lines), f"{counted}, plain ODE, fixed seeds"])
 

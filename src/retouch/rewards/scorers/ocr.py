@@ -1,4 +1,5 @@
-"""Legibility of the target text: rapidocr (PP-OCR on onnxruntime; its weights are in the wheel) or PaddleOCR.
+"""Legibility of the target text: rapidocr (PP-OCR on onnxruntime; its weights are in the wheel), PaddleOCR, or a reader
+of another lineage (`line_readers`).
 
 The score is 1 - edit distance / longer length between the text read in the mask crop and the target text: it is
 symmetric: missing and repeated letters both lower it. The recogniser's confidence alone is no reward: it is .999 on
@@ -10,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from pydantic import model_validator
+
 from retouch.config.base import Unit
 from retouch.imaging import text_similarity
 from retouch.lines import folded
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
-from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer, crop_for, unreadable
+from retouch.rewards.scorers import line_readers
+from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer, crop_for, importlib_version, unreadable
 from retouch.types import Failure, Outcome, Score
 
 
@@ -22,6 +26,10 @@ class OcrReward(ReadingEntry):
     """Similarity of the text read in the mask crop to the target text, in [0, 1] (rapidocr)."""
 
     scorer: Literal["ocr"] = "ocr"
+    engine: Literal["rapidocr", "paddleocr", "easyocr", "tesseract", "ddddocr"] = "rapidocr"
+    """Library that reads. PaddleOCR 3 or newer must be installed separately, and downloads its models. EasyOCR's
+    recogniser, tesseract and ddddocr (extra `readers`) read one English line, for gold rewards: set `detect: false`,
+    and for ddddocr `case_sensitive: false`."""
     score: Literal["ned", "confidence"] = "ned"
     """Normalised edit distance, or the recogniser's confidence (which nonsense maximises too)."""
     case_sensitive: bool = True
@@ -31,8 +39,30 @@ class OcrReward(ReadingEntry):
     detect: bool = True
     """Find the lines in the crop first; false reads the crop as one line: faster, for crops as large as their text."""
 
+    @model_validator(mode="after")
+    def _fits_the_engine(self) -> OcrReward:
+        if self.engine not in line_readers.PACKAGES:
+            return self
+        if self.detect:
+            raise ValueError(f"detect: given true, but {self.engine} reads a crop as one line; set detect=false")
+        if self.language is not None:
+            raise ValueError(f"language: given {self.language!r}, but {self.engine} reads English; leave language out")
+        if self.engine == "ddddocr" and self.case_sensitive:
+            raise ValueError(
+                "case_sensitive: given true, but ddddocr does not distinguish capitals from small letters; set "
+                "case_sensitive=false"
+            )
+        return self
+
     def finds_lines(self) -> bool:
         return self.detect
+
+    def extras(self) -> frozenset[str]:
+        return frozenset({"readers"}) if self.engine in line_readers.PACKAGES else super().extras()
+
+    def reader(self) -> str:
+        packages = line_readers.PACKAGES.get(self.engine)
+        return " ".join([self.engine, *map(importlib_version, packages)]) if packages else super().reader()
 
     def make(self) -> OcrScorer:
         return OcrScorer(self)

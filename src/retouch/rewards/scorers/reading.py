@@ -25,7 +25,7 @@ from retouch.machine import threads_sleep
 from retouch.plain_text import some_of
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers import paddle
+from retouch.rewards.scorers import line_readers, paddle
 from retouch.rewards.scorers.paddle import bgr
 from retouch.types import Failure
 
@@ -81,7 +81,7 @@ class ReadingEntry(RewardEntry):
     def cpu_only(self) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.engine == "paddleocr":
             return None
-        return "rapidocr reads on the CPU; leave device out, or set engine: paddleocr"
+        return f"{self.engine} reads on the CPU; leave device out, or set engine: paddleocr"
 
     def reads_text(self) -> bool:
         return True
@@ -103,8 +103,10 @@ class ReadingEntry(RewardEntry):
         return f"{self.engine} {version}" + (f" {self.language}" if self.language else "")
 
     def lacking(self, text: str) -> list[str]:
-        """Those that are missing in the dictionary of rapidocr's default model; none for another engine or language,
-        whose model may not be here."""
+        """Those that rapidocr's default model, or a reader of English lines, cannot return; none of PaddleOCR or of
+        another language, whose model may not be here."""
+        if self.engine in line_readers.PACKAGES:
+            return missing_characters(text, _comparable(line_readers.CHARACTERS)) if self.is_made_here else []
         default = self.is_made_here and self.engine == "rapidocr" and self.language is None
         if not default or text.isascii() or importlib_version("rapidocr") == "missing":
             return []
@@ -114,6 +116,8 @@ class ReadingEntry(RewardEntry):
         """The language of rapidocr that has the scripts of the characters; of PaddleOCR's, whose names depend on
         `detect`, none is proposed."""
         key = f"rewards.{name}." if name else ""
+        if self.engine in line_readers.PACKAGES:
+            return f"set {key}engine=rapidocr, or use another text"
         if self.engine == "paddleocr":
             return f"set {key}language to one of PaddleOCR's that has them, or use another text"
         return remedy_for(characters, key)
@@ -129,6 +133,7 @@ class ReadingScorer(PackageScorer[Reads]):
         super().__init__(options, f"{options.reader()} {settings or options.scorer}")
         self._engine: Any = None
         self._paddle: paddle.PaddleReader | None = None
+        self._lines: line_readers.LineReader | None = None
         self._known: frozenset[str] | None = None
 
     def load(self, device: str) -> None:
@@ -140,6 +145,9 @@ class ReadingScorer(PackageScorer[Reads]):
         if self.options.engine == "paddleocr":
             self._paddle = paddle.PaddleReader(device, self.options.threads, self.options.language)
             self._paddle.load(find=self.options.finds_lines())
+            return
+        if self.options.engine in line_readers.PACKAGES:
+            self._lines = line_readers.open_reader(self.options.engine, self.options.threads)
             return
         try:
             from rapidocr import RapidOCR
@@ -188,6 +196,8 @@ class ReadingScorer(PackageScorer[Reads]):
             self._known = _characters_of(self._engine)
         if self._known is None and self._paddle is not None and (entries := self._paddle.characters()):
             self._known = _comparable(entries)
+        if self._known is None and self._lines is not None:
+            self._known = _comparable(line_readers.CHARACTERS)
         return self._known
 
     def find_lines(self, crops: Sequence[Pixels]) -> list[list[FoundLine]]:
@@ -207,6 +217,8 @@ class ReadingScorer(PackageScorer[Reads]):
 
     def read_lines(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
         """Text and confidence of each RGB crop, which holds one line."""
+        if self._lines is not None:
+            return [self._lines.read(crop) for crop in crops]
         return self._paddle.read_lines(crops) if self._paddle is not None else self._read_as_line(crops)
 
     def _output(self, crop: Pixels) -> Any:
