@@ -133,8 +133,8 @@ def test_a_server_that_was_ready_is_not_given_up(how: str, monkeypatch: pytest.M
 
 
 def test_the_end_of_a_worker_does_not_hold_the_loop_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is stopped, and does not notice that its socket ends. Time is up for it after 20 turns of the loop; how long it
-    may take to end when it is killed is not bounded."""
+    """It is stopped, and does not notice that its socket ends. Time is up for it after 20 turns of the loop; when it is
+    killed, it ends whenever it does."""
     ends, turns = list[asyncio.Timeout](), 0
 
     def timeout(seconds: float) -> asyncio.Timeout:
