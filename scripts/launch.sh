@@ -31,6 +31,7 @@ supervise() {
     exec "$@"
   ) &
   child=$!
+  [ -z "$heard" ] || kill -TERM "$child" 2>/dev/null || true # heard before there was a child to pass it on to
   while true; do
     heard=
     code=0

@@ -10,9 +10,9 @@ export CUDA_DEVICE_ORDER=PCI_BUS_ID # nvidia-smi counts so
 # the command may start processes whose own codes a launcher swallows; each adds a line here
 RETOUCH_EXIT_CODES=$(mktemp)
 export RETOUCH_EXIT_CODES
-child=
 trap 'rm -f "$RETOUCH_EXIT_CODES"' EXIT
-trap 'trap "" INT TERM HUP USR1 USR2; [ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child" || true; }; exit 3' INT TERM HUP USR1 USR2
+# the jobs and not a variable, which is set after the command has begun
+trap 'trap "" INT TERM HUP USR1 USR2; for child in $(jobs -p); do kill -TERM "$child" 2>/dev/null || true; done; wait; exit 3' INT TERM HUP USR1 USR2
 trap '' PIPE # a reader of these messages that ends must not end the command, or keep it from being run again
 
 say() {
@@ -71,10 +71,8 @@ while true; do
   say "starting on GPUs $devices: $*"
   : >"$RETOUCH_EXIT_CODES"
   CUDA_VISIBLE_DEVICES=$devices "$@" &
-  child=$!
   code=0
-  wait "$child" || code=$?
-  child=
+  wait $! || code=$?
   if [ -s "$RETOUCH_EXIT_CODES" ] && ! grep -qvx 3 "$RETOUCH_EXIT_CODES"; then code=3; fi
   [ "$code" -eq 3 ] || exit "$code"
   restarts=$((restarts + 1))

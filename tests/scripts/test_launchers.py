@@ -24,6 +24,7 @@ from retouch.signals import ENDING
 from tests import forked
 from tests.command_line import retouch
 from tests.configs.conftest import shrink, signs
+from tests.rewards.fakes import until
 
 __all__ = ["signs"]
 
@@ -527,6 +528,37 @@ def test_signals_reach_the_processes_of_a_launcher_as_sigterm(number: signal.Sig
         process.send_signal(number)
         try:
             assert process.wait(timeout=30) == 3
+        finally:
+            process.kill()
+        assert process.stdout.read() == "TERM\n"
+
+
+HELD = """
+set -T
+held() { touch {here}; while [ ! -e {go} ]; do sleep 0.02; done; }
+trap 'case $BASH_COMMAND in child=\\$!|code=0) [ -e {here} ] || held ;; esac' DEBUG
+"""
+
+
+@pytest.mark.parametrize("script", ["launcher", "monitor"])
+def test_a_signal_that_comes_as_the_command_begins_reaches_it(script: str, gpus: Path) -> None:
+    """The shell is held between the start of the command and the next line, as on a busy machine."""
+    waits = "trap 'echo TERM; exit 3' TERM; echo ready; while true; do sleep 0.05; done"
+    if script == "launcher":
+        executable(gpus / "accelerate", waits)
+        command = [str(REPOSITORY / "scripts/finetune/finetune_sd_inpainting_sft_4gpus.sh")]
+    else:
+        command = [str(REPOSITORY / "scripts/monitor_and_run.sh"), job(gpus, waits)]
+    here, go, held = gpus / "here", gpus / "go", gpus / "held.sh"
+    held.write_text(HELD.replace("{here}", str(here)).replace("{go}", str(go)), encoding="utf-8")
+    environment = {**with_path(gpus, POLL_S="0.1"), "BASH_ENV": str(held)}
+    with subprocess.Popen(command, env=environment, cwd=gpus, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        until(here.exists)
+        process.send_signal(signal.SIGTERM)
+        go.touch()
+        try:
+            assert process.wait(timeout=60) == 3
         finally:
             process.kill()
         assert process.stdout.read() == "TERM\n"
