@@ -97,6 +97,7 @@ def left(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
             rewards=rewards,
             algorithm__inner_epochs=3,
             optimizer__lr=1e30,
+            training__checkpoint_every=1,
             reward_client={"max_failure_rate": 0.9},
             logging__rollout_images_every=1,
             logging__sinks=["tensorboard"],
