@@ -77,18 +77,6 @@ class Copy:
     def change(self, **sections: Any) -> None:
         (self.path / "config.yaml").write_text(yaml.safe_dump({**self.config, **sections}), encoding="utf-8")
 
-    def dump(self) -> Path:
-        """Its checkpoint as the dump of a step that failed, with its run file as it is now."""
-        folder = Path(shutil.copytree(self.path / "checkpoints/step-000004", self.path / "dumps/step-000004"))
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        share = {"examples": [1], "keys": [1], "seeds": [1], "losses": ["nan"]}
-        numbers = {"loss_scale": None, "lr": (1.0).hex(), "grad_norm": "nan", "rows_per_forward": 1}
-        step = {"problem": "x", "shares": [share], "weights": {}, "environment": {}, **numbers}
-        changed = {**state, "config": (self.path / "config.yaml").read_text(encoding="utf-8"), "dump": step}
-        (folder / "state.json").write_text(json.dumps(changed), encoding="utf-8")
-        declare_complete(folder, 4, pinned=False)
-        return folder
-
     def untouched(self) -> bool:
         return not self.marker.exists() and self.seen == []
 
@@ -142,7 +130,6 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "doctor": ("doctor", "{run}/config.yaml"),
     "data validate": ("data", "validate", "{run}/config.yaml"),
     "data precompute": ("data", "precompute", "{run}/config.yaml", "--out", "{out}"),
-    "replay": ("replay", "{dump}"),
 }
 
 
@@ -157,7 +144,6 @@ def test_no_command_uses_what_a_copied_run_names(
 ) -> None:
     copied.change(**everything(copied))
     places = {"run": copied.path, "data": signs / "held_out", "out": tmp_path / "out", "finished": finished("lora")}
-    places |= {"dump": copied.dump()} if command == "replay" else {}
     line = refusal(retouch(*(part.format(**places) for part in COMMANDS[command])))
     assert all(f"{key}: " in line for key in NAMED), line
     assert line.endswith("; add --trust (Python: trust=True) if you trust whoever wrote it")

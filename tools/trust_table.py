@@ -142,7 +142,10 @@ TESTS = {
     "A reply never ends, or is compressed": ("rewards/test_client.py", "test_a_reply_without_end_is_cut_off"),
     "A worker freezes": ("rewards/test_supervision.py", "test_a_frozen_worker_is_replaced_within_seconds"),
     "Hostile bodies reach a server": ("rewards/test_serving.py", "test_hostile_bodies_are_refused_in_bounded_memory"),
-    "A gradient is NaN or Inf": ("algorithms/test_replay.py", "test_a_broken_step_is_repeated_bitwise"),
+    "A gradient is NaN or Inf": (
+        "algorithms/test_diverged.py",
+        "test_a_run_ends_with_the_examples_and_its_checkpoint_repeats_the_step",
+    ),
     "Secrets are in the environment of everything that runs": ("test_secrets.py", "test_a_secret_is_in_no_file"),
     "Files try to run code": ("test_safety.py", "test_the_package_is_safe"),
 }

@@ -130,10 +130,6 @@ class Diverged(RetouchError, RuntimeError):
     """A loss or gradient contains NaN or Inf. The weights are those of the last step."""
 
 
-class NotReproduced(RetouchError, RuntimeError):
-    """A repeated optimizer step has other numbers than the recorded one."""
-
-
 class OutOfMemory(RetouchError, RuntimeError):
     """The device has too little memory, and a smaller micro-batch does not help."""
 

@@ -161,7 +161,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo: no ema and no KL": (
         "ema=null", "warmup_data={format: self_bench, path: SIGNS/targets, resolution: [32, 64], limit: 4}",
         "algorithm.sft_shifted_times=false",
-        "algorithm.kl_weight=0", "algorithm.late_rewards=next_step",
+        "algorithm.kl_weight=0",
     ),
     "grpo: loss": (
         "algorithm.clip_range=1e-5", "algorithm.kl_weight=0.5", "algorithm.kl_mode=flow_grpo",

@@ -237,9 +237,6 @@ def test_questions_at_once_that_a_run_would_not_wait_for(run_with: Run) -> None:
     assert one.needed == math.ceil(64 * 3 / known.rollout_seconds) > 6
     assert known.replicas == 1
     assert f"{one.needed} questions at once would not be waited for" in "\n".join(cost_lines(run, known))
-    steps = ["optimizer.gradient_accumulation=4", "algorithm.late_rewards=next_step"]
-    (late,) = cost(run_with("model.path=somewhere", "data.resolution=512", judge, *steps), 2).scored.values()
-    assert late.needed == math.ceil(64 * 3 / known.epoch_seconds)
 
 
 def test_a_toy_model_says_what_is_not_known() -> None:

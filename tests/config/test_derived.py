@@ -271,16 +271,3 @@ def test_there_is_at_least_one_process(world_size: int, run_with: RunWith) -> No
     with pytest.raises(ConfigError) as caught:
         derive(run_with(), world_size)
     assert str(caught.value) == f"--world-size: given {world_size}; expected the number of processes, at least 1"
-
-
-def test_steps_for_which_no_group_is_left_are_refused(run_with: RunWith) -> None:
-    """Where late rewards let each step take whole groups; on more processes the same file may have fewer steps."""
-    rollout = "rollout={global_groups_per_batch: 2, group_size: 4}"
-    size = "optimizer={batch_size_per_device: 1, gradient_accumulation: 2}"
-    run = run_with(rollout, size, "algorithm={name: grpo, late_rewards: next_step}")
-    with pytest.raises(
-        ConfigError, match=r"4 optimizer steps and 2 groups; raise optimizer\.gradient_accumulation, or"
-    ):
-        derive(run, 1)
-    assert derive(run, 2).optimizer_steps_per_epoch == 2
-    assert derive(run_with(rollout, size, "algorithm={name: grpo}"), 1).optimizer_steps_per_epoch == 4

@@ -80,23 +80,13 @@ if os.environ.get("NO_GRADIENT"):
             return Failure("scorer_error", "no")
         return gradient(self, image, item)
     PixelReward.gradient = fails_once
-if os.environ.get("ALL_IN"):
-    from retouch.training import experience
-    take = experience.Arrivals.take
-    def take_when_all_are_in(self):
-        for batch in self._rollouts.batches:
-            batch.scores.wait()
-        self._session.run.engine.any(False)
-        return take(self)
-    experience.Arrivals.take = take_when_all_are_in
 from retouch.cli import main
 main()
 """
 """`retouch`, and at the end the weights of every rank, not only those that the first one saves, how many backwards it
 took, and which items it examined at its start, where nothing is remembered of any. With FLAT, all images of the first
-half of four groups score the same; with BAD, the image of that number in each batch of process LAST fails, or all; with
-ALL_IN, no step begins before the rewards of all processes are in. With NO_GRADIENT, the gradient of that number in
-process LAST fails, or all of them."""
+half of four groups score the same; with BAD, the image of that number in each batch of process LAST fails, or all. With
+NO_GRADIENT, the gradient of that number in process LAST fails, or all of them."""
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
@@ -243,16 +233,6 @@ def test_a_gradient_that_fails_on_one_rank(
     dead = child_of(file, "dead", TORCHRUN, *four, NO_GRADIENT="all", LAST="1")
     assert dead.returncode != 0 and "exitcode  : 3" in dead.stderr, dead.stderr[-2000:]
     assert "4 of 8 images have no gradient" in " ".join(dead.stderr.split())
-
-
-def test_two_ranks_take_the_same_groups_as_their_rewards_arrive(run_yaml: Path) -> None:
-    """One group a step, one of which lies across the ranks; a process without rows of a group fills up with padding."""
-    late = ("algorithm.late_rewards=next_step", "optimizer.gradient_accumulation=2", "training.max_steps=4")
-    one = on_one(run_yaml, "optimizer.batch_size_per_device=2", *late)
-    two = on_two(run_yaml, "optimizer.batch_size_per_device=1", *late, ALL_IN="1")
-    ranks_agree_with(one, two, "step-000004")
-    rows = [r["rows"] for r in read_metrics(two / "metrics.jsonl") if r["kind"] == "train" and r["phase"] == "rl"]
-    assert rows == [3.0, 3.0, 3.0]
 
 
 def ranks_agree_with(alone: Path, two: Path, step: str, *, pictures: bool = True) -> None:

@@ -20,8 +20,6 @@ from retouch.engine.saved import read_complete, read_state, record_files, requir
 from retouch.errors import RetouchError
 from retouch.families import FAMILIES
 from retouch.families.flux.embeddings import given_embeddings
-from retouch.training.dump import Dump, read_dump
-from retouch.training.replay import first_broken, inputs, results
 from tests.fuzz.inputs import attempt, blobs, changed, fuzzed, kept, texts
 
 W, D, INNER = 4, 6, 8
@@ -123,39 +121,6 @@ def _opened(checkpoint: Path) -> None:
 def test_states(folder: Path, state: str) -> None:
     checkpoint = _checkpoint(folder, state)
     attempt("checkpoints, state", lambda: _opened(checkpoint), RetouchError)
-
-
-DUMP = {
-    "version": 1,
-    "problem": "the gradient norm is nan",
-    "rows_per_forward": 2,
-    "loss_scale": (65536.0).hex(),
-    "lr": (1e-4).hex(),
-    "grad_norm": "nan",
-    "shares": [{"examples": [3, 4, 7], "keys": [5, 6, 8], "seeds": [1, 2, 2**62], "losses": ["nan", (0.25).hex()]}],
-    "weights": {"weights": "0" * 64, "reference": "f" * 64},
-    "environment": {"torch": "2.9.1", "threads": "1", "devices": "cpu"},
-}
-
-
-def _compared(checkpoint: Path) -> None:
-    verify_files(checkpoint)
-    _, found = read_dump(checkpoint)
-    for shares in (found, Dump.model_validate(DUMP)):
-        if len(found.shares) == len(shares.shares):
-            assert isinstance(results(found, shares) + inputs(shares, found), list)
-    first_broken(found.shares, found.rows_per_forward)
-
-
-@fuzzed
-@given(
-    st.one_of(
-        texts([json.dumps({**STATE, "dump": DUMP})]), changed([DUMP]).map(lambda d: json.dumps({**STATE, "dump": d}))
-    )
-)
-def test_dumps(folder: Path, state: str) -> None:
-    checkpoint = _checkpoint(folder, state)
-    attempt("dumps of steps", lambda: _compared(checkpoint), RetouchError)
 
 
 @fuzzed

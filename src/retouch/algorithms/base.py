@@ -362,16 +362,9 @@ class RlConfig(Objective):
 class AdvantageConfig(RlConfig):
     """From rewards to advantages."""
 
-    FREE_IN_EPOCH: ClassVar[Set[str]] = {"baseline", "scale", "skip_zero_std_groups", "late_rewards"}
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"baseline", "scale", "skip_zero_std_groups"}
 
-    needs_of_next_step: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "baseline": ("group",),
-        "scale": ("group", "none"),
-        "inner_epochs": (1,),
-        "resample_rounds": (0,),
-    }
-    """Option -> values with which an optimizer step can begin before all rewards of its epoch are in; the first is
-    proposed."""
+    RETIRED: ClassVar[Mapping[str, str]] = {"late_rewards": "wait"}
 
     advantage_clip: Positive = 5.0
     """Advantages are clipped to plus and minus this."""
@@ -382,10 +375,6 @@ class AdvantageConfig(RlConfig):
     skip_zero_std_groups: Annotated[bool | None, Field(validate_default=True)] = None
     """Leave out groups with zero reward variance: with a group baseline or scale their advantages are 0. Null is true
     with a group baseline and false with a batch baseline."""
-    late_rewards: Literal["wait", "next_step"] = "wait"
-    """An epoch of several optimizer steps waits for all rewards before the first, or each step trains on groups whose
-    rewards are in and the last one on all that are left. Which groups a step takes then depends on the times of the
-    rewards, and differs from run to run."""
 
     @field_validator("skip_zero_std_groups")
     @classmethod
@@ -413,26 +402,4 @@ class AdvantageConfig(RlConfig):
                 f"algorithm.resample_rounds: given {self.resample_rounds}, which replaces groups that are left out; "
                 "set algorithm.baseline=group and algorithm.skip_zero_std_groups=true, or resample_rounds=0"
             )
-        if self.late_rewards == "next_step":
-            self._check_late_rewards(run)
         super().check(run)
-
-    def _check_late_rewards(self, run: RunConfig) -> None:
-        """Refuse what needs all rewards of an epoch before its first optimizer step."""
-        for name, allowed in self.needs_of_next_step.items():
-            if (given := getattr(self, name)) not in allowed:
-                raise ValueError(
-                    f"algorithm.late_rewards: given 'next_step', but algorithm.{name}={given} needs all rewards of an "
-                    f"epoch before its first step; set algorithm.{name}={allowed[0]}, or late_rewards=wait"
-                )
-        weighted = next((name for name, entry in run.rewards.items() if entry.gradient_weight), None)
-        if weighted is not None:
-            raise ValueError(
-                f"algorithm.late_rewards: given 'next_step', but rewards.{weighted}.gradient_weight needs a scorer "
-                "that is at rest; set late_rewards=wait"
-            )
-        if self.steps_per_pass(run, 1) == 1:
-            raise ValueError(
-                "algorithm.late_rewards: given 'next_step', but an epoch has one optimizer step; lower "
-                f"{run.optimizer.step_size_key}, or set late_rewards=wait"
-            )

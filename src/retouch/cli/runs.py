@@ -1,9 +1,8 @@
-"""Commands of a run file: train, replay, check, init, doctor."""
+"""Commands of a run file: train, check, init, doctor."""
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +16,7 @@ from retouch.config.check import require_trainable, warnings_of
 from retouch.config.derived import rows_per_forward
 from retouch.config.presets import preset_lines, preset_values
 from retouch.disk import writing
-from retouch.errors import ConfigError, NotReproduced
+from retouch.errors import ConfigError
 
 app = typer.Typer()
 
@@ -37,26 +36,6 @@ def train(
 
     with writing(Path(config.logging.dir) / config.name):
         typer.echo(f"done: {recipes.train(config)}")
-
-
-@app.command()
-def replay(
-    dump: Annotated[Path, typer.Argument(metavar="DUMP", help="Folder RUN/dumps/step-... of a step that failed.")],
-    overrides: Overrides = None,
-    trust: Trust = False,
-) -> None:
-    """Repeat an optimizer step whose gradient was NaN or Inf, and compare it bitwise; exit 1 if it differs."""
-    start_logging(verbose=False)
-    from retouch.training.replay import replay
-
-    repeated = replay(dump, overrides or [], trust=trust)
-    reasons = repeated.different_inputs
-    if repeated.different_results:
-        lines = [*repeated.lines, "not reproduced:", *repeated.different_results, *reasons]
-        raise NotReproduced("\n  ".join([f"{dump}: {lines[0]}", *lines[1:]]))
-    if os.environ.get("RANK", "0") == "0":
-        typer.echo("\n".join([*repeated.lines, *(f"  without effect: {reason}" for reason in reasons)]))
-        typer.echo("reproduced: every loss and the gradient norm have the same bits")
 
 
 @app.command()

@@ -59,6 +59,8 @@ class Section(BaseModel):
     """Former key -> key. Subclasses have those of their bases, too."""
     VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """Key -> its former values -> the values of today."""
+    RETIRED: ClassVar[Mapping[str, str]] = {}
+    """Key of earlier versions -> the value that is what every run does today, with which stored run files are read."""
     KEPT: ClassVar[Set[str]] = frozenset()
     """Options that keep their values when an override names another kind of the section that has them as well, because
     they mean the same in both; subclasses have those of their bases, too."""
@@ -133,7 +135,14 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _former_names(cls, value: object) -> object:
-        return cls.renamed(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping):
+            return value
+        section = cls.renamed(cast("Mapping[str, Any]", value))
+        for kind in cls.__mro__:
+            for key, today in cast("Mapping[str, str]", vars(kind).get("RETIRED", {})).items():
+                if (given := section.pop(key, today)) != today:
+                    raise ValueError(f"{key}: given {given!r}, which earlier versions had; leave it out")
+        return section
 
 
 @cache

@@ -168,7 +168,6 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
         unknown.append("generation and training of the text encoder, which come on top of the GPU hours")
     if images and getattr(run.algorithm, "resample_rounds", 0):
         unknown.append("groups that algorithm.resample_rounds samples again, which come on top")
-    overlaps = getattr(run.algorithm, "late_rewards", "wait") == "next_step"  # training, too
     one = saved_bytes(run)
     if one is None:
         unknown.append("checkpoints: retouch doctor counts what is trained here")
@@ -188,7 +187,7 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
         epoch_seconds=seconds,
         rollout_seconds=rollout,
         judges=dict(judges(run, images, evaluated)),
-        scored=dict(scored(run, epoch, world_size, seconds if overlaps else rollout)),
+        scored=dict(scored(run, epoch, world_size, rollout)),
         checkpoints=kept_checkpoints(run),
         checkpoint_bytes=one,
         unknown=tuple(unknown),

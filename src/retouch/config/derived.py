@@ -135,7 +135,6 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         per_epoch = algorithm.steps_per_pass(run, world_size) * algorithm.inner_epochs
         epochs = math.ceil((training.max_steps - supervised) / per_epoch)
         _require_whole_groups(run, world_size)
-        _require_a_group_each(run, per_epoch, groups)
     if supervised or not groups:
         require_even_share(run, 1, world_size, "the examples of a step")
     images = batch * rollout.batches_per_epoch
@@ -166,15 +165,6 @@ def _require_whole_groups(run: RunConfig, world_size: int) -> None:
         raise ConfigError(
             f"rollout.global_groups_per_batch: given {groups} on {world_size} processes, but rewards.{name} compares "
             f"whole groups; set rollout.global_groups_per_batch to a multiple of {world_size}"
-        )
-
-
-def _require_a_group_each(run: RunConfig, steps: int, groups: int) -> None:
-    """Refuse steps for which no group is left: they would do nothing, and count towards `training.max_steps`."""
-    if getattr(run.algorithm, "late_rewards", "wait") == "next_step" and steps > groups:
-        raise ConfigError(
-            f"algorithm.late_rewards: given 'next_step', where a step takes whole groups, but an epoch has {steps} "
-            f"optimizer steps and {groups} groups; raise {run.optimizer.step_size_key}, or set late_rewards=wait"
         )
 
 

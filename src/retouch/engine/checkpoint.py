@@ -110,16 +110,11 @@ class Checkpoints:
         (writing / "snapshots").mkdir(exist_ok=True)
         _save_tensors(weights, writing / "snapshots" / f"{name}.safetensors")
 
-    def load(
-        self, folder: Path, engine: Engine, policy: Policy, *, finite: bool = True
-    ) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+    def load(self, folder: Path, engine: Engine, policy: Policy) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Restore everything -> (state, rollouts).
 
-        Args:
-            finite: reject weights and moments that contain NaN or Inf.
-
         Raises:
-            CheckpointError: incomplete, damaged, or weights of another model.
+            CheckpointError: incomplete, damaged, weights of another model, or weights and moments with NaN or Inf.
         """
         verify_once(folder, engine)
         with _readable(folder):
@@ -138,7 +133,7 @@ class Checkpoints:
         except ValueError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         named = {"weights": weights, **snapshots, "optimizer": tensors_of(optimizer)}
-        for name, tensors_in in named.items() if finite else ():
+        for name, tensors_in in named.items():
             require_finite(tensors_in, f"{folder}: {name}")
         try:
             policy.load(weights)

@@ -211,18 +211,6 @@ class Engine:
             )
         return {"grad_norm": norm, "overflow": float(skipped)}
 
-    @property
-    def loss_scale(self) -> float | None:
-        """Factor of fp16 losses; None in other precisions."""
-        scaler = self.accelerator.scaler
-        return None if scaler is None else float(scaler.get_scale())
-
-    def set_loss_scale(self, scale: float) -> None:
-        """Set the factor of fp16 losses; no effect in other precisions."""
-        scaler = self.accelerator.scaler
-        if scaler is not None:
-            scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
-
     def drop_gradients(self) -> None:
         """Discard the gradients accumulated since the last step, and free their memory."""
         self.optimizer.zero_grad(set_to_none=True)

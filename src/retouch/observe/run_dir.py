@@ -73,7 +73,7 @@ _STEP = re.compile(r"(?:\.replaced-)?step-(\d+)")
 
 _FILES = ("config.yaml", "begun_from", "environment.json", "metrics.jsonl", "log.txt", "run_id", "report.html")
 
-_FOLDERS = ("images", "evaluations", "tensorboard", "checkpoints", "dumps")
+_FOLDERS = ("images", "evaluations", "tensorboard", "checkpoints")
 
 _ENDS = ("finished", "stopped")
 """Events that end a run which did not fail."""

@@ -49,8 +49,6 @@ class Run:
         eval_is_held_out: whether none of them is trained on.
         encoded: encoded examples of `data`, under the guidance of rollouts.
         plans: the solver plans of rollouts.
-        dumps: dumps of steps whose gradient contains NaN or Inf; the newest is kept.
-        replaying: repeat the step of a dump: write nothing, compute no reward.
     """
 
     config: RunConfig
@@ -71,8 +69,6 @@ class Run:
     costs: Costs
     encoded: EncodedData
     plans: Plans
-    dumps: Checkpoints
-    replaying: bool = False
 
     @property
     def guidance_scale(self) -> float:
@@ -99,11 +95,8 @@ class Run:
         self.engine.close()
 
 
-def build(config: RunConfig, *, replaying: bool = False) -> Run:
+def build(config: RunConfig) -> Run:
     """Load data, connect rewards, load the model, prepare it for training. Cheap things that may fail come first.
-
-    Args:
-        replaying: the run repeats the step of a dump.
 
     Raises:
         ConfigError, DataError, ModelFilesError: one message each, with the remedy.
@@ -129,9 +122,8 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
     enough_groups(config, derived, data)
     apart = is_held_out(config, held_out, data, warmup)
     run_dir = RunDir(config, main=engine.is_main)
-    if not replaying:
-        require_can_begin(config, run_dir)
-        run_dir.require_sinks()
+    require_can_begin(config, run_dir)
+    run_dir.require_sinks()
     require_prompts(config.model, [p for d in (data, warmup, held_out) if d is not None for p in d.prompts])
     require_initial_lora(config.model.train)
     initial = initial_adapter(config.model.train, config.model.family)  # refused before minutes go into the model
@@ -173,8 +165,6 @@ def build(config: RunConfig, *, replaying: bool = False) -> Run:
         costs=Costs(model.network, clock, frozen=frozen, recomputes=recomputes),
         encoded=EncodedData(model, data, config.guidance_scale, clock),
         plans=Plans(config),
-        dumps=Checkpoints(run_dir.path / "dumps", trainee.save, trainee.load, keep=1),
-        replaying=replaying,
     )
 
 

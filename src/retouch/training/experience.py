@@ -1,20 +1,12 @@
 """An epoch of rollouts with their advantages: rows dealt evenly to the processes and kept until they are trained on.
 
-Optimizer steps wait for all rewards of their epoch or, with `algorithm.late_rewards: next_step`, take the groups whose
-rewards are in; the last step of the epoch takes all that are left. Which groups a step takes then depends on when their
-rewards arrive. Its gradient does not: baselines, advantages and the normalizer are those of its groups, and every group
-is trained on once an epoch. A checkpoint inside such an epoch waits for all rewards: a resumed run trains on the same
-rows in the same steps.
-
 Legend: n samples of this process, N of all processes in rank order, S trained steps (0 if only clean images are trained
 on).
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -22,29 +14,12 @@ import torch
 from torch import Tensor
 
 from retouch.algorithms.base import AdvantageConfig
-from retouch.data.sampler import Slot
 from retouch.engine import Engine
-from retouch.errors import FailureRateExceeded, RewardOutage
 from retouch.training.pixel_gradients import pulls
 from retouch.training.progress import Rows
-from retouch.training.rollouts import (
-    Rollouts,
-    accepted,
-    advantaged_groups,
-    advantages_of,
-    epoch_examples,
-    gathered,
-    log_rollouts,
-    sample_groups,
-    settle_together,
-)
-from retouch.training.scoring import arrived
+from retouch.training.rollouts import Rollouts, advantaged_groups
 from retouch.training.session import Session
-from retouch.training.step import shared_batches, step_batches
-from retouch.types import Scores
-
-POLL_S = 0.02
-"""Seconds between two looks at which rewards are in."""
+from retouch.training.step import shared_batches
 
 
 @dataclass
@@ -97,25 +72,16 @@ class Experience:
 
 
 def experiences(session: Session, algorithm: AdvantageConfig, policy: str | None = None) -> Iterator[Experience]:
-    """The rows of an epoch, all at once or, with `late_rewards: next_step`, those of one optimizer step after the other
-    as their rewards arrive; or those of a checkpoint inside the epoch.
+    """The rows of the epoch under way, once: those that a checkpoint inside it kept, or else sampled and scored now.
 
     Args:
         policy: snapshot that samples; None is the current policy.
 
     Raises:
-        RewardOutage, FailureRateExceeded: on every process; the groups that no step has taken are dropped.
-        Stopped: asked to stop between rollout batches.
+        RewardOutage, FailureRateExceeded: nothing of the epoch was trained on.
+        Stopped: asked to stop between batches, or while rewards are computed.
     """
-    kept = session.kept(Experience)
-    if kept is not None or algorithm.late_rewards == "wait":
-        yield kept or collect(session, algorithm, policy)
-        return
-    arrivals, more = Arrivals(session, algorithm, policy), True
-    while more and session.progress.step < session.config.training.max_steps:
-        rows, more = arrivals.take(), bool(arrivals.waiting)
-        session.later = arrivals.rest if more else None
-        yield rows
+    yield session.kept(Experience) or collect(session, algorithm, policy)
 
 
 def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = None) -> Experience:
@@ -126,7 +92,9 @@ def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = N
         Stopped: asked to stop between batches, or while rewards are computed.
     """
     rollouts, advantages, weight = advantaged_groups(session, algorithm, policy)
-    engine, rows = session.run.engine, with_advantages(recorded(rollouts), advantages, weight, session.run.engine)
+    engine = session.run.engine
+    own_weight = weight.tensor_split(engine.world_size)[engine.rank]
+    rows = replace(recorded(rollouts), advantages=advantages, weight=own_weight)
     if any(entry.gradient_weight for entry in session.config.rewards.values()):
         sampled = sum(not slot.padding for slot in rollouts.slots)
         own = (rollouts.items, rows.position, rows.latents[:, -1], rows.weight)
@@ -150,108 +118,6 @@ def recorded(rollouts: Rollouts) -> Experience:
         means=torch.cat(means) if means else torch.zeros(0, dtype=torch.float32),
         reference_means=torch.zeros(0, dtype=torch.float32),
     )
-
-
-def with_advantages(rows: Experience, advantages: Tensor, weight: Tensor, engine: Engine) -> Experience:
-    """Rows of this process with the result of `advantages_of`."""
-    return replace(rows, advantages=advantages, weight=weight.tensor_split(engine.world_size)[engine.rank])
-
-
-class Arrivals:
-    """The groups of an epoch, all sampled, in the order in which their rewards arrive.
-
-    Attributes:
-        waiting: examples whose groups no step has taken, in the order of sampling; the same on every process.
-    """
-
-    def __init__(self, session: Session, algorithm: AdvantageConfig, policy: str | None) -> None:
-        """Sample them.
-
-        Raises:
-            Stopped: asked to stop between rollout batches.
-        """
-        self._session, self._algorithm = session, algorithm
-        session.probe_rewards()
-        self.waiting = epoch_examples(session)
-        self._rollouts = sample_groups(session, algorithm, self.waiting, policy, by_group=True)
-        self._recorded = recorded(self._rollouts)
-        sizes = [len(batch.items) + batch.padding for batch in self._rollouts.batches]
-        self._rows = [rows.tolist() for rows in torch.arange(sum(sizes), dtype=torch.int64).split(sizes)]
-        self._examples = [self._rollouts.slots[rows[0]].example for rows in self._rows]  # a batch is of one
-        self._scores: dict[int, Scores] = {}  # by batch, once settled
-        self._rest: Experience | None = None
-
-    def take(self) -> Experience:
-        """The rows of the next optimizer step: an equal share of the groups that are waiting, once as many are in. For
-        the last step, or after `rest`, all that are left.
-
-        Raises:
-            RewardOutage, FailureRateExceeded: on every process.
-        """
-        session = self._session
-        steps = session.run.derived.optimizer_steps_per_epoch - session.progress.position
-        if steps == 1 or self._rest is not None:
-            return self.rest()
-        wanted = math.ceil(len(self.waiting) / steps)
-        with session.run.clock.part("reward_wait"):
-            while len(ready := self._ready()) < wanted:
-                time.sleep(POLL_S)
-        rows = self._rows_of(ready[:wanted])
-        rows.step_of = torch.full((len(rows.weight),), session.progress.position, dtype=torch.int64)
-        return rows
-
-    def rest(self) -> Experience:
-        """The rows of all groups that are left, dealt to the steps that are left; waits for their rewards.
-
-        Raises:
-            RewardOutage, FailureRateExceeded: on every process.
-        """
-        if self._rest is None:
-            session, progress = self._session, self._session.progress
-            rows = self._rows_of(self.waiting)
-            steps = session.run.derived.optimizer_steps_per_epoch - progress.position
-            rows.step_of = torch.zeros(len(rows.weight), dtype=torch.long)
-            for i, batch in enumerate(step_batches(len(rows.weight), session.config.seed, progress.epoch, 1, steps)):
-                rows.step_of[batch] = progress.position + i
-            self._rest = rows
-        return self._rest
-
-    def _ready(self) -> list[int]:
-        """Examples of `waiting` whose rewards that count are in, on all processes."""
-        pending = zip(self._examples, self._rollouts.batches, strict=True)
-        mine = {example for example, batch in pending if not arrived([batch], timeout_s=0.0)}
-        late = set(self._session.run.engine.gather_list(sorted(mine)))
-        return [example for example in self.waiting if example not in late]
-
-    def _rows_of(self, examples: Sequence[int]) -> Experience:
-        """The rows of some groups with their advantages, dealt evenly to the processes."""
-        session, run, chosen = self._session, self._session.run, set(examples)
-        numbers = [number for number, example in enumerate(self._examples) if example in chosen]
-        try:
-            settled = settle_together(session, [self._rollouts.batches[number] for number in numbers])
-            self._scores |= zip(numbers, settled, strict=True)
-            tally = accepted(run, self._of(sorted(self._scores))[1])
-        except (RewardOutage, FailureRateExceeded):
-            session.drop_epoch()
-            raise
-        self.waiting = [example for example in self.waiting if example not in chosen]
-        rewards = gathered(run, *self._of(numbers))
-        index = torch.zeros(len(rewards.position) // run.engine.world_size, dtype=torch.long)  # the first pads
-        own = [row for number in numbers for row in self._rows[number]]
-        index[: len(own)] = torch.tensor(own, dtype=torch.long)
-        rows = Experience(**{name: t[index] if len(t) else t for name, t in vars(self._recorded).items()})
-        advantages, weight = advantages_of(run, self._algorithm, rewards)
-        if not self.waiting:
-            everything = self._of(range(len(self._rows)))
-            self._rollouts.scores = everything[1]
-            log_rollouts(session, self._algorithm, self._rollouts, gathered(run, *everything), tally)
-        return evenly_dealt(run.engine, with_advantages(rows, advantages, weight, run.engine), weight)
-
-    def _of(self, numbers: Iterable[int]) -> tuple[list[Slot], list[Scores]]:
-        """Slots and scores of settled batches."""
-        chosen = list(numbers)
-        slots = [self._rollouts.slots[row] for number in chosen for row in self._rows[number]]
-        return slots, [self._scores[number] for number in chosen]
 
 
 # --- dealing ---

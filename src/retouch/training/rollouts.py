@@ -205,14 +205,11 @@ def settle_together(session: Session, batches: Sequence[PendingBatch]) -> list[S
     return scores
 
 
-def sample_groups(
-    session: Session, algorithm: RlConfig, examples: Sequence[int], policy: str | None, *, by_group: bool = False
-) -> Rollouts:
+def sample_groups(session: Session, algorithm: RlConfig, examples: Sequence[int], policy: str | None) -> Rollouts:
     """K samples of each example, this process's share of them, submitted for scoring.
 
     Args:
         examples: positions in the dataset, a whole number of rollout batches or less.
-        by_group: submit the samples of each example apart, whose scores may then come before those of others.
 
     Raises:
         Stopped: asked to stop between batches.
@@ -229,11 +226,11 @@ def sample_groups(
             session.check_stop()
             slots = batch[start : start + rollout.batch_size_per_device]
             with run.policy.use(policy) if policy else nullcontext():
-                result += roll_out(session, algorithm, slots, number, by_group)
+                result += roll_out(session, algorithm, slots, number)
     return result
 
 
-def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], number: int, by_group: bool) -> Rollouts:
+def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], number: int) -> Rollouts:
     """Sample slots of rollout batch `number` and submit their images for scoring; scores are not in yet."""
     run, config, device = session.run, session.run.config, session.run.engine.device
     epoch = session.progress.epoch
@@ -252,17 +249,8 @@ def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], numbe
         broken = broken_rows(decoded, trajectory.log_probs.to(decoded.device))
     run.costs.images += len(slots)
     items = items_of(examples, images, [e.id for e in examples])
-    batches: list[PendingBatch] = []
-    for rows in group_ranges(slots) if by_group else [range(len(slots))]:
-        lost, padding = [row - rows.start for row in broken if row in rows], sum(slots[row].padding for row in rows)
-        batches.append(submitted(run.rewards, items[rows.start : rows.stop], lost, padding))
-    return Rollouts(list(slots), seeds, [kept(trajectory, broken)], batches, [])
-
-
-def group_ranges(slots: Sequence[Slot]) -> list[range]:
-    """The rows of each example, which follow each other."""
-    starts = [i for i, slot in enumerate(slots) if not i or slot.example != slots[i - 1].example]
-    return [range(a, b) for a, b in zip(starts, [*starts[1:], len(slots)], strict=True)]
+    batch = submitted(run.rewards, items, broken, sum(slot.padding for slot in slots))
+    return Rollouts(list(slots), seeds, [kept(trajectory, broken)], [batch], [])
 
 
 def kept(trajectory: Trajectory, broken: Sequence[int]) -> Trajectory:

@@ -7,7 +7,7 @@ these, and a resumed run is bitwise identical.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import MISSING, asdict, fields
 from functools import cached_property
@@ -23,8 +23,7 @@ from retouch.config.derived import parts_per_forward, spans
 from retouch.config.presets import preset_lines
 from retouch.data.dataset import Dataset
 from retouch.data.sampler import derive_seed
-from retouch.disk import file_problem
-from retouch.engine import CheckpointError, Diverged
+from retouch.engine import CheckpointError
 from retouch.engine.saved import sound_state
 from retouch.families.embeddings import base_files
 from retouch.machine import return_memory
@@ -34,7 +33,6 @@ from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import of_all
 from retouch.training.build import Run
-from retouch.training.dump import Dump, Numbers, describe
 from retouch.training.evaluation import (
     Moment,
     evaluated,
@@ -61,12 +59,6 @@ from retouch.types import Stopped
 logger = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Tensor]
-Left = Callable[[], Tensors | None]
-"""Returns the rows of the epoch under way that are still to be trained on, None between epochs."""
-
-
-def _nothing() -> None:
-    """No epoch is under way."""
 
 
 class Session:
@@ -77,7 +69,6 @@ class Session:
         supervised_steps: number of the steps before RL; all steps of SFT.
         off_policy: largest |log ratio| of what the sampler recorded in this epoch, if the record was replaced.
         resumed_epoch: the rows of the epoch under way come from a checkpoint inside it.
-        later: returns the rows of the optimizer steps after the next one; None if `steps` has the rows of all.
     """
 
     def __init__(self, run: Run) -> None:
@@ -87,12 +78,10 @@ class Session:
         self.supervised_steps = run.config.algorithm.supervised_steps(run.config)
         self.off_policy = 0.0
         self.resumed_epoch = False
-        self.later: Callable[[], EpochRows] | None = None
         self.rows_per_forward = run.config.optimizer.batch_size_per_device
         self.resumed_from: Path | None = None
         self._rollouts: dict[str, Tensor] | None = None
-        self._left: Left = _nothing
-        self._under_way: Tensors | None = None  # rows of the epoch of the step under way
+        self._left: Tensors | None = None  # rows of the epoch under way
         self._counted = run.rewards.state()  # as of the last step: discarded rewards are requested again
         training = run.config.training
         self._stops = StopRequests(
@@ -118,10 +107,6 @@ class Session:
     def __enter__(self) -> Session:
         run = self.run
         run.engine.new_optimizer()
-        if run.replaying:
-            assert self.config.resume is not None
-            self._restore(Path(self.config.resume))
-            return self
         run.dir.lock()
         folder = resume_folder(self.config, run.dir)
         if folder is None:
@@ -150,12 +135,10 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._shown.close()
-        if self.run.replaying:
-            return
         away = isinstance(error, RewardOutage | FailureRateExceeded)
         if away:
             # inside an epoch it was an evaluation that met the outage, after a step that left these rollouts
-            self._save_once(self._rows_left())
+            self._save_once(self._left)
             self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": str(error)})
         if (error is None or away or isinstance(error, Stopped)) and self.run.engine.is_main:
             leave_report(self.run.dir.path)
@@ -168,7 +151,7 @@ class Session:
             logger.info("the run had already ended at step %d", self.progress.step)
             return
         self.evaluate("end")
-        self.save(self._left(), pinned=True)
+        self.save(self._left, pinned=True)
         self.run.dir.log("event", self.progress.step, {"event": "finished"})
 
     # --- one step ---
@@ -176,7 +159,7 @@ class Session:
     def epochs(self) -> Iterator[int]:
         """Epochs of rollouts, up to max_steps."""
         while self.progress.step < self.config.training.max_steps:
-            self.off_policy, self.later = 0.0, None
+            self.off_policy = 0.0
             yield self.progress.epoch
 
     def kept(self, kind: type[Rows]) -> Rows | None:
@@ -199,21 +182,16 @@ class Session:
         return kind(**tensors)
 
     def steps(self, rows: EpochRows, step_of: Tensor | None = None) -> Iterator[Step]:
-        """Every optimizer step on the rows of an epoch that has not been taken yet; with `later`, the next one.
+        """Every optimizer step on the rows of an epoch that has not been taken yet.
 
         Args:
             rows: a dataclass of tensors [n, ...], `weight` [n] among them; kept in checkpoints inside the epoch.
             step_of: [n] step of each row; None or [0] deals them, see `step_batches`.
         """
-        later = self.later
-
-        def of_later() -> Tensors:
-            return vars(rows if later is None else later())
-
         progress, weight = self.progress, rows.weight
         steps, inner = self.run.derived.optimizer_steps_per_epoch, self.config.algorithm.inner_epochs  # type: ignore[union-attr]
         batches = step_batches(len(weight), self.config.seed, progress.epoch, inner, steps, step_of)
-        for batch in batches[progress.position : None if later is None else progress.position + 1]:
+        for batch in batches[progress.position :]:
             if progress.step >= self.config.training.max_steps:
                 return
             fresh = progress.on_policy and progress.updates_in_epoch == 0
@@ -222,15 +200,13 @@ class Session:
             which = {"data": self.run.data, "positions": rows.position[batch].tolist()}
             seeds, lr = rows.seed[batch].tolist(), self._rl_learning_rate()
             step = Step(self, batch, total, lr, **which, seeds=seeds, fresh=fresh, ends_epoch=ends_epoch)
-            self._under_way = vars(rows)
             yield step
-            self._under_way = None
             epoch = progress.epoch
             progress.position += 1
             progress.updates_in_epoch += step.updated
             if ends_epoch:
                 progress.epoch, progress.position, progress.updates_in_epoch = epoch + 1, 0, 0
-            left = _nothing if ends_epoch else of_later
+            left = None if ends_epoch else vars(rows)
             self.end_step(step.values, updated=step.updated, left=left, epoch=epoch)
 
     def pieces(self, parts: int) -> list[range]:
@@ -243,15 +219,6 @@ class Session:
         each process deals its own."""
         inner = getattr(self.config.algorithm, "inner_epochs", 1)
         return self.run.derived.optimizer_steps_per_epoch // inner if self.config.optimizer.global_batch_size else 1
-
-    def drop_epoch(self) -> None:
-        """Leave out what is left of the epoch under way, whose rewards failed; one that has not begun is sampled
-        again."""
-        if self.progress.position:
-            self.progress.epoch += 1
-            self.progress.position = self.progress.updates_in_epoch = 0
-            self.progress.on_policy = "old" not in self.config.algorithm.snapshots
-        self._left, self.later = _nothing, None
 
     def single_steps(self, until: int, data: Dataset, purpose: str, lr: float | None = None) -> Iterator[Step]:
         """Optimizer steps on rows of their own, up to step `until` of the run.
@@ -278,7 +245,7 @@ class Session:
         values: Mapping[str, float],
         *,
         updated: bool,
-        left: Left = _nothing,
+        left: Tensors | None = None,
         epoch: int | None = None,
     ) -> None:
         """After every optimizer step: average, log, evaluate, checkpoint, and stop where asked to.
@@ -306,7 +273,7 @@ class Session:
         if self._is_due():
             self.evaluate("step")
         if save_now and not last:
-            self.save(left())
+            self.save(left)
         self._stop_if_asked(left)
 
     def check_stop(self) -> None:
@@ -315,7 +282,7 @@ class Session:
         Raises:
             Stopped: on a signal or when the time is up.
         """
-        self._stop_if_asked(_nothing)
+        self._stop_if_asked(None)
 
     def stop_heard(self) -> bool:
         """Whether this process got a signal to stop; others may not have."""
@@ -376,22 +343,6 @@ class Session:
             return_memory()
         self._saved_at = self.progress.step
 
-    def diverged(self, numbers: Numbers, error: Diverged) -> Diverged:
-        """Leave a dump of the step under way, whose gradient contains NaN or Inf -> the error, which names it."""
-        run = self.run
-        dump = describe(run, numbers, self.rows_per_forward, str(error))
-        state: dict[str, Any] = {**self._state(), "base": self._base, "dump": dump.model_dump(mode="json")}
-        rollouts = None if self._under_way is None else with_keys(run, self._under_way)
-        try:
-            folder = run.dumps.save(self.progress.step, run.engine, run.policy, state, rollouts)
-        except (OSError, RuntimeError) as failed:  # the error that is reported is the gradient's
-            logger.warning(
-                "no dump of this step: %s", (file_problem(failed) if isinstance(failed, OSError) else None) or failed
-            )
-            return error
-        run.dir.log("event", self.progress.step, {"event": "diverged", "dump": f"dumps/{folder.name}"})
-        return Diverged(f"{error}; `retouch replay {folder}` repeats the step")
-
     # --- inside ---
 
     def _spent(self) -> dict[str, float]:
@@ -420,16 +371,9 @@ class Session:
         self._require_fit(folder, state)
         self.resumed_from = folder
         # the checkpoint first: one that cannot be read must not cost the metrics of the steps after it
-        _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy, finite=not self.run.replaying)
+        _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
         self._rollouts = None if rollouts is None else without_keys(self.run, folder, rollouts)
-        under_way = self._rollouts
-        self._left = lambda: under_way
-        if self.run.replaying:
-            dump = Dump.model_validate(state["dump"])
-            self.rows_per_forward = dump.rows_per_forward
-            if dump.loss_scale is not None:
-                self.run.engine.set_loss_scale(float.fromhex(dump.loss_scale))
-            return
+        self._left = self._rollouts
         # halved before the checkpoint: sums of other forwards would round differently
         self.rows_per_forward = min(self.rows_per_forward, state.get("rows_per_forward") or self.rows_per_forward)
         self._evaluated_at = state.get("evaluated_at", self.progress.step)
@@ -489,19 +433,12 @@ class Session:
         if self._saved_at != self.progress.step:
             self.save(rollouts)
 
-    def _rows_left(self) -> Tensors | None:
-        """The rows left of the epoch under way; None where their rewards fail too."""
-        try:
-            return self._left() if self.progress.position else None
-        except (RewardOutage, FailureRateExceeded):
-            return None
-
-    def _stop_if_asked(self, left: Left) -> None:
+    def _stop_if_asked(self, left: Tensors | None) -> None:
         asked = self._stops.asked()
         if asked is None:
             return
         if self._saved_at != self.progress.step:
-            self.save(left())
+            self.save(left)
         self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": asked.reason})
         raise Stopped(asked.message(self.progress.step), code=asked.exit_code)
 

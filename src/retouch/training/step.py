@@ -17,7 +17,6 @@ from retouch.data.sampler import batch_examples, derive_seed
 from retouch.engine import Diverged, OutOfMemory
 from retouch.errors import first_line, fitting
 from retouch.observe import Metrics
-from retouch.training.dump import Numbers, StepTaken
 
 if TYPE_CHECKING:
     from retouch.config.run import OptimizerConfig
@@ -80,8 +79,7 @@ class Step:
 
         Raises:
             OutOfMemory: halving cannot help.
-            Diverged: the gradient contains NaN or Inf; the run directory then has a dump of the step.
-            StepTaken: in a replay.
+            Diverged: the gradient contains NaN or Inf; it names the first forward whose loss does.
         """
         if float(self.total) == 0:
             return
@@ -89,17 +87,12 @@ class Step:
         for attempt in attempts(session, self.rows):
             yield attempt
         assert attempt is not None
-        numbers = Numbers(self, attempt.losses, self._lr, run.engine.loss_scale)
         with run.clock.part("optimizer"):
             try:
                 with fitting("in the optimizer", _SMALLER_MOMENTS):  # they are allocated in the first step
                     stepped = run.engine.step(self._lr)
             except Diverged as error:
-                if run.replaying:
-                    raise StepTaken(numbers) from None
-                raise session.diverged(numbers, error) from None
-        if run.replaying:
-            raise StepTaken(numbers)
+                raise Diverged(f"{error}{self._first_broken(attempt.losses)}") from None
         self.values = {**attempt.metrics.reduce(run.engine), **stepped, "lr": self._lr}
         self.updated = not stepped["overflow"]
         if self.fresh and "max_abs_log_ratio" in self.values:
@@ -121,6 +114,18 @@ class Step:
             return {}
         off = (now.detach() - recorded).abs().amax(1)
         return {"max_abs_log_ratio": torch.where(weight > 0, off, 0.0).max()}
+
+    def _first_broken(self, losses: Sequence[Tensor]) -> str:
+        """The first forward of all processes with a loss of NaN or Inf, with the ids of its examples. A collective."""
+        found = ""
+        for number, loss in enumerate(losses):
+            if not loss.isfinite():
+                rows = self.session.rows_per_forward  # forwards of the same rows, such as spans of steps, are in turn
+                start = number * -(-len(self.positions) // rows) // len(losses) * rows
+                ids = [str(self.data.items[position].id) for position in self.positions[start : start + rows]]
+                found = f"; the loss of forward {number + 1} is {loss:g}, of examples {', '.join(ids)}"
+                break
+        return next(filter(None, self.session.run.engine.gather_list([found])), "")
 
     def _compare_with_record(self) -> None:
         """Log that the policy of training is not that of sampling, if it is not."""

@@ -34,10 +34,6 @@ class GrpoConfig(AdvantageConfig):
     UNREAD: ClassVar[Set[str]] = frozenset()
     recipe: ClassVar[str] = "retouch.algorithms.grpo.recipe:train"
     presets: ClassVar[bool] = True
-    needs_of_next_step: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **AdvantageConfig.needs_of_next_step,
-        "old_log_probs": ("recorded",),
-    }
     VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "kl_mode": {"published": "flow_grpo"},
         "log_prob_mode": {"published": "cps"},

@@ -79,6 +79,4 @@ class NftConfig(AdvantageConfig):
         trained: dict[str, Any] = {"timesteps_per_image": 9, "kl_weight": 1e-4}
         if not written.get("resample_rounds"):  # which replaces groups that are left out
             trained["skip_zero_std_groups"] = False
-        if written.get("late_rewards") != "next_step":  # it has no batch at the first step
-            trained["scale"] = "batch"
-        return {"rollout": sampled, "algorithm": trained}
+        return {"rollout": sampled, "algorithm": trained | {"scale": "batch"}}
