@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) == signal.SIG_IGN:  # nohup's choice, which shells cannot take back in tests of them
             signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # so are commands that a shell starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["XDG_CACHE_HOME"] = os.environ["XDG_STATE_HOME"] = _CACHE.name
     if recorded := config.getoption("--record-durations"):
         config.pluginmanager.register(tiers.Recorder(Path(recorded)))

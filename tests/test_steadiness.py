@@ -65,6 +65,12 @@ def test_what_a_test_stops_is_stopped_before_it_goes_on() -> None:
     assert found == {"rewards/fakes.py", "test_stutter.py"}  # it is about late signals
 
 
+def test_threads_are_compared_and_not_counted() -> None:
+    """A thread of an earlier test that ends meanwhile changes their number."""
+    found = [path.name for path in Path(__file__).parent.rglob("*.py") if "active_count(" in path.read_text("utf-8")]
+    assert found == [Path(__file__).name]
+
+
 def test_what_is_found() -> None:
     hasty_ones = ("time.monotonic() - a < 0.5", "0 < took <= 2", "client.wait_ready(0.2) == []", "gate.wait(5)")
     others = ("time.monotonic() - a < HANG_S", "time.monotonic() - a > 0.5", "took < 10", "client.wait_ready(60) == []")

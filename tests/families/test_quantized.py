@@ -25,8 +25,8 @@ from retouch.families.quantized import (
     QuantizedLinear,
     block_matrices,
     quantize_blocks,
-    stored_bytes,
 )
+from retouch.families.sizes import stored_bytes
 from retouch.families.tiny import tiny_pipeline
 from tests.adapters.test_lora import drawn, network, velocity
 from tests.algorithms.runs import Config

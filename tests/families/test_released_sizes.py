@@ -38,7 +38,7 @@ def test_names_that_differ_in_the_number_of_a_block_are_one_line() -> None:
         "down.1.transformer_blocks.0.b": (5,),
         "down.1.transformer_blocks.1.b": (5,),
     }
-    sizes = Sizes(shapes, 11, frozenset({"blocks.2.a.0.weight"}))
+    sizes = Sizes(shapes, 11, frozenset({"blocks.2.a.0.weight"}), 17)
     stored = as_stored(sizes, {"vae": 13})
     assert stored == {
         "weights": [
@@ -48,6 +48,7 @@ def test_names_that_differ_in_the_number_of_a_block_are_one_line() -> None:
             ["down.1.transformer_blocks.*.b", [[0, 1]], [5], False],
         ],
         "buffers": 11,
+        "tables": 17,
         "others": {"vae": 13},
     }
     assert sizes.weights == 7 + 18 + 12 + 10

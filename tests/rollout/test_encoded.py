@@ -200,15 +200,15 @@ def gated(data: EncodedData) -> Gated:
     return gated
 
 
-def readers_have_ended(before: int) -> bool:
+def readers_have_ended(before: set[threading.Thread]) -> bool:
     until = time.monotonic() + 20
-    while threading.active_count() > before and time.monotonic() < until:
+    while set(threading.enumerate()) - before and time.monotonic() < until:
         time.sleep(0.005)
-    return threading.active_count() == before
+    return not set(threading.enumerate()) - before
 
 
 def test_what_was_read_ahead_is_there_at_once_and_read_once(data: EncodedData, gated: Gated) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     gated.gate.clear()
     data.read_ahead([0, 1, 0])
     assert gated.reads == []
@@ -217,7 +217,7 @@ def test_what_was_read_ahead_is_there_at_once_and_read_once(data: EncodedData, g
     gated.gate.clear()
     assert level(data.images([1, 0], "target", CPU)) == [204, 51]
     data.read_ahead([1, 0])  # what is held is not read again
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before
     assert sorted(gated.reads) == [0, 1]
 
 

@@ -77,7 +77,7 @@ def sizes_of(network: nn.Module) -> Sizes:
     shapes = {name: tuple(weight.shape) for name, weight in network.named_parameters()}
     matrices = frozenset(f"{name}.weight" for name in block_matrices(network))
     buffers = sum(buffer.numel() for buffer in network.buffers())
-    return Sizes(shapes, buffers, table_bytes(network), matrices)
+    return Sizes(shapes, buffers, matrices, table_bytes(network))
 
 
 def table_bytes(network: nn.Module) -> int:

@@ -31,14 +31,14 @@ class Sizes:
     Attributes:
         shapes: of its weights, by name.
         buffers: numbers in its buffers.
-        tables: bytes of tensors that its modules keep as plain attributes.
         matrices: names of the weights that `model.quantize` stores in 8 or 4 bits.
+        tables: bytes of tensors that its modules keep as plain attributes.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     buffers: int = 0
-    tables: int = 0
     matrices: frozenset[str] = field(default_factory=frozenset[str])
+    tables: int = 0
 
     @property
     def weights(self) -> int:
@@ -64,7 +64,7 @@ def released_sizes(spec: FamilySpec) -> tuple[Sizes, dict[str, int]]:
     weights = [row for row in found["weights"] for row in _unfolded(*row)]
     shapes = {name: shape for name, shape, _ in weights}
     matrices = frozenset(name for name, _, whole in weights if whole)
-    return Sizes(shapes, found["buffers"], found["tables"], matrices), found["others"]
+    return Sizes(shapes, found["buffers"], matrices, found["tables"]), found["others"]
 
 
 def as_stored(network: Sizes, others: Mapping[str, int]) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def _evaluations(points: dict[str, Record], rows: dict[str, list[Record]]) -> st
 
 def _transfer_section(rows: Sequence[Sequence[Record]], rewards: Mapping[str, Record]) -> str:
     """The part of the gain of each trained reader that gold readers confirm; "" without a clear gain."""
-    if len(rows) < 2:
+    if len(rows) != 2:
         return ""
     gold = [name for name, entry in rewards.items() if entry.get("role") == "gold"]
     trained = [name for name, entry in rewards.items() if name not in gold and _is_optimized(entry)]
@@ -200,7 +200,7 @@ def _transfer_section(rows: Sequence[Sequence[Record]], rewards: Mapping[str, Re
         "Share of the gain of the reward that was trained on, as readers measure it that were not: 1 is all of it. The "
         "hacking index is that gain less the mean gain of the others."
     )
-    tables = "".join(_transfer_table(one) for one in transfers(*rows, trained, gold))
+    tables = "".join(_transfer_table(one) for one in transfers(rows[0], rows[1], trained, gold))
     return section("Transfer to other readers", tables, note) if tables else ""
 
 
