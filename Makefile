@@ -33,18 +33,19 @@ test-ci: .venv/.installed ## Run make lint and what CI runs: every test that tak
 	@$(call beside_lint,$(TEST) $(WORKERS) $(RECORD))
 
 test-rest: .venv/.installed ## Run what make test-ci runs and make test does not
-	$(TEST) $(WORKERS) $(RECORD) -m "$(DAILY) and ci"
+	@$(TEST) $(WORKERS) $(RECORD) -m "$(DAILY) and ci"; tests=$$?; echo $$tests > .venv/tests.code; exit $$tests
 
 test-all: .venv/.installed ## Run every test that needs no GPU (hours), before a release
 	@$(call beside_lint,$(TEST) $(WORKERS) -m "not gpu")
 
 repeat: lint ## Run the tests that failed once more, alone, until one fails again
+	@test "$$(cat .venv/tests.code)" = 1 || { echo "repeat: not every test was run"; exit 1; }
 	$(TEST) -vv --last-failed --last-failed-no-failures none --maxfail 1
 	@echo "unsteady: the tests named above failed before, and pass alone"
 
 # A command while make lint runs; fails if either does.
 beside_lint = $(MAKE) --no-print-directory lint > .venv/lint.log 2>&1 & lint=$$!; \
-	$(1); tests=$$?; wait $$lint; lint=$$?; cat .venv/lint.log; exit $$((tests + lint))
+	$(1); tests=$$?; echo $$tests > .venv/tests.code; wait $$lint; lint=$$?; cat .venv/lint.log; exit $$((tests + lint))
 
 trust: .venv/.installed ## Fuzz everything that is read: over 10,000 cases, minutes
 	RETOUCH_FUZZ_CASES=1000 RETOUCH_FUZZ_OUT=benchmarks/results/fuzz.json $(TEST) -q -W ignore tests/fuzz

@@ -60,11 +60,15 @@ class Waiting:
 
     def _arrive(self) -> None:
         if self.waits and not self._there:
-            self._there = True  # also where the memory of the device ends halfway
+            self._there = True
             self.moves += 1
             if self.device.type != "cpu":
                 self._on_host = [part for network in self._networks() for part in _on_host(network)]
-            self._place(self.device)
+            try:
+                self._place(self.device)
+            except BaseException:  # the memory of the device ended halfway
+                self._leave()
+                raise
 
     def _leave(self) -> None:
         if not self._there:

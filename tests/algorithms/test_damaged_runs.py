@@ -138,9 +138,7 @@ def test_a_damaged_file_is_written_again_or_done_without_or_named(name: str, how
     ends(resumed(whole, cut), expected, whole, cut)
 
 
-@pytest.mark.parametrize(
-    "name", ["images", "evaluations", "tensorboard", "checkpoints", "dumps", "evaluations/step-000001"]
-)
+@pytest.mark.parametrize("name", ["images", "evaluations", "tensorboard", "checkpoints", "evaluations/step-000001"])
 def test_a_file_in_the_place_of_a_folder_is_named_at_the_start(name: str, whole: Path, cut: Path) -> None:
     shutil.rmtree(cut / name, ignore_errors=True)
     (cut / name).write_text("x", encoding="utf-8")

@@ -73,6 +73,8 @@ def step_of(positions: list[int], rows_per_forward: int, elsewhere: list[str]) -
         ([], [], ""),
     ],
 )
-def test_the_first_broken_forward_of_all_processes(losses: list[float], elsewhere: list[str], told: str) -> None:
+def test_the_first_nonfinite_loss_forward_of_all_processes(
+    losses: list[float], elsewhere: list[str], told: str
+) -> None:
     step = step_of([3, 4, 5, 6, 8], 2, elsewhere)
-    assert step._first_broken([torch.tensor(loss) for loss in losses]) == told
+    assert step._first_nonfinite_loss([torch.tensor(loss) for loss in losses]) == told

@@ -140,9 +140,15 @@ class Section(BaseModel):
         section = cls.renamed(cast("Mapping[str, Any]", value))
         for kind in cls.__mro__:
             for key, today in cast("Mapping[str, str]", vars(kind).get("RETIRED", {})).items():
-                if (given := section.pop(key, today)) != today:
-                    raise ValueError(f"{key}: given {given!r}, which earlier versions had; leave it out")
+                if (given := section.pop(key, today)) != today:  # a stored run file is still read
+                    _warn_of_retired(f"{key}: given {given!r}, which earlier versions had; every run has {today!r}")
         return section
+
+
+@cache
+def _warn_of_retired(message: str) -> None:
+    """Log it once."""
+    logger.warning("%s", message)
 
 
 @cache

@@ -111,9 +111,14 @@ def count_released(run: RunConfig) -> Counted | None:
         return None
     if run.algorithm.trains_text_encoder or model.train.kind == "ip_adapter" or run.algorithm.decoder_backwards(run):
         return None
-    network, others = released_sizes(model.spec)
-    loaded_ones = loaded(model, embedded=needs_no_t5(run), folder=downloaded(model.path))
-    return _counted(run, network, {name: count for name, count in others.items() if name in loaded_ones}, None)
+    if (sizes := released_sizes(model.spec)) is None:
+        return None
+    network, others = sizes
+    folder = downloaded(model.path) if model.spec.optional else None
+    loaded_ones = loaded(model, embedded=needs_no_t5(run), folder=folder)
+    whole = set(loaded_ones) <= {model.spec.network_name, *others}
+    beside = {name: count for name, count in others.items() if name in loaded_ones}
+    return _counted(run, network, beside, None, whole=whole)
 
 
 def _counted(

@@ -57,10 +57,13 @@ def stored_bytes(shape: Sequence[int], scheme: Quantization) -> int:
     return -(-count // 2) + 4 * -(-count // BLOCK) if scheme == "nf4" else count + 4 * shape[0]
 
 
-def released_sizes(spec: FamilySpec) -> tuple[Sizes, dict[str, int]]:
-    """Sizes of the trained network of a released model, and the number of weights of each other one by component."""
+def released_sizes(spec: FamilySpec) -> tuple[Sizes, dict[str, int]] | None:
+    """Sizes of the trained network of a released model, and the number of weights of each other one by component; None
+    for a family of a plug-in."""
     stored: Any = json.loads(resources.files("retouch.families").joinpath(FILE).read_text(encoding="utf-8"))
-    found = stored[spec.family]
+    found = stored.get(spec.family)
+    if found is None:
+        return None
     weights = [row for row in found["weights"] for row in _unfolded(*row)]
     shapes = {name: shape for name, shape, _ in weights}
     matrices = frozenset(name for name, _, whole in weights if whole)

@@ -9,6 +9,7 @@ meta device takes a fraction of a millisecond for an operation, and Qwen-Image h
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ class CountedNetwork:
             config["encoder_hid_dim_type"] = None
         with torch.device("meta"):
             self._bare: Any = kind.from_config(config)
+        own = vars(network).get("_original_forward", vars(network).get("forward"))  # the first is accelerate's name
+        if isinstance(own, MethodType):  # a family's own, which takes other arguments
+            self._bare.forward = MethodType(own.__func__, self._bare)
         self._known: dict[Shapes, float] = {}
         self._blocks = CountedBlocks()
         for module in self._bare.modules():

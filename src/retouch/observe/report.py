@@ -90,7 +90,9 @@ def _write(run: Path) -> Path:
         f"<p class=dim>{escape(subtitle(config, by_kind))}</p>",
         _verdict(points, rows, list(config.get("rewards") or {}), records),
         _evaluations(points, rows),
-        _transfer_section(list(rows.values())[-2:], config.get("rewards") or {}),
+        _transfer_section(
+            list(rows.values())[-2:] if _has_trained(points, by_kind) else [], config.get("rewards") or {}
+        ),
         _grids(run, read=any("read" in row for part in rows.values() for row in part)),
         _readings(rows),
         curves([by_kind]),
@@ -188,6 +190,11 @@ def _evaluations(points: dict[str, Record], rows: dict[str, list[Record]]) -> st
         before, after = list(points)[-2:]
         changes[f"{after} − {before}"] = lambda measure: change_of(rows[before], rows[after], measure)
     return evaluation_table(columns, changes, "one kind of weights; differences are paired by image.")
+
+
+def _has_trained(points: Mapping[str, Record], by_kind: Mapping[str, Sequence[Record]]) -> bool:
+    """Whether rewards were optimized between the last two evaluations: a supervised warm-up reads no rewards."""
+    return "last" in points and bool(by_kind["rollout"])
 
 
 def _transfer_section(rows: Sequence[Sequence[Record]], rewards: Mapping[str, Record]) -> str:

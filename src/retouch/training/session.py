@@ -23,7 +23,7 @@ from retouch.config.derived import parts_per_forward, spans
 from retouch.config.presets import preset_lines
 from retouch.data.dataset import Dataset
 from retouch.data.sampler import derive_seed
-from retouch.engine import CheckpointError
+from retouch.engine import CheckpointError, Diverged
 from retouch.engine.saved import sound_state
 from retouch.families.embeddings import base_files
 from retouch.machine import return_memory
@@ -140,6 +140,9 @@ class Session:
             # inside an epoch it was an evaluation that met the outage, after a step that left these rollouts
             self._save_once(self._left)
             self.run.dir.log("event", self.progress.step, {"event": "stopped", "reason": str(error)})
+        if isinstance(error, Diverged):
+            logger.error("%s", error)
+            self.run.dir.log("event", self.progress.step, {"event": "diverged", "reason": str(error)})
         if (error is None or away or isinstance(error, Stopped)) and self.run.engine.is_main:
             leave_report(self.run.dir.path)
         if away:

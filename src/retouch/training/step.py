@@ -92,7 +92,7 @@ class Step:
                 with fitting("in the optimizer", _SMALLER_MOMENTS):  # they are allocated in the first step
                     stepped = run.engine.step(self._lr)
             except Diverged as error:
-                raise Diverged(f"{error}{self._first_broken(attempt.losses)}") from None
+                raise Diverged(f"{error}{self._first_nonfinite_loss(attempt.losses)}") from None
         self.values = {**attempt.metrics.reduce(run.engine), **stepped, "lr": self._lr}
         self.updated = not stepped["overflow"]
         if self.fresh and "max_abs_log_ratio" in self.values:
@@ -115,7 +115,7 @@ class Step:
         off = (now.detach() - recorded).abs().amax(1)
         return {"max_abs_log_ratio": torch.where(weight > 0, off, 0.0).max()}
 
-    def _first_broken(self, losses: Sequence[Tensor]) -> str:
+    def _first_nonfinite_loss(self, losses: Sequence[Tensor]) -> str:
         """The first forward of all processes with a loss of NaN or Inf, with the ids of its examples. A collective."""
         found = ""
         for number, loss in enumerate(losses):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from PIL.Image import Image
 
 from retouch.config import ConfigError, RunConfig
+from retouch.config.check import has_rl
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import Dataset, all_embedded
 from retouch.disk import write_whole
@@ -74,7 +75,8 @@ def compare(
     if out is not None:
         _write(results, examples, out, config)
     pairs = list(itertools.pairwise(results))
-    return _result(results, examples, config.rewards, pairs)
+    supervised = {"base", "warmed up", "trained"}  # stages that read no rewards
+    return _result(results, examples, config.rewards, pairs, set(results) - supervised)
 
 
 def compare_runs(
@@ -123,7 +125,8 @@ def compare_runs(
         columns = {name: Column(name, found.means(), found.rows) for name, found in results.items()}
         write_comparison(folders, out / "compare.html", Sampled(columns, image))
     base_pair = [(BASE, first)] if BASE in results else []
-    return _result(results, examples, entries, [*base_pair, *((first, other) for other in others)])
+    after_rl = {name for name, config in configs.items() if has_rl(config)}
+    return _result(results, examples, entries, [*base_pair, *((first, other) for other in others)], after_rl)
 
 
 def _sampled_as(first: str, model: RunConfig, name: str, config: RunConfig) -> RunConfig:
@@ -282,11 +285,12 @@ def _result(
     examples: list[Example],
     rewards: Mapping[str, RewardEntry],
     pairs: Sequence[tuple[str, str]],
+    after_rl: Set[str],
 ) -> dict[str, Any]:
     judges = pair_judges({name: scored_here(entry) for name, entry in rewards.items()})
     rates = win_rates(judges, results, examples, pairs)
     facets = {name: told for name, result in results.items() if (told := result.by_facet())}
-    found = {f"{b} - {a}": confirmed(results[b], results[a], rewards) for a, b in pairs}
+    found = {f"{b} - {a}": confirmed(results[b], results[a], rewards) for a, b in pairs if b in after_rl}
     told = {label: [one.text() for one in each] for label, each in found.items() if each}
     return {
         **({"facets": facets} if facets else {}),
