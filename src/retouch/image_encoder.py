@@ -24,9 +24,9 @@ from retouch import plain_json
 from retouch.config.errors import ConfigError
 from retouch.disk import expanded
 from retouch.errors import why_unreadable
+from retouch.families.offload import OffloadedNetworks
 from retouch.hub import read_variant, require_hub, variant_hint
 from retouch.lru import LruCache
-from retouch.waiting import Waiting
 
 TINY = Path(__file__).parent / "tiny" / "bases" / "image_encoder"
 """The encoder that comes with the package."""
@@ -65,7 +65,7 @@ class ImageEncoder:
 
     Attributes:
         width: D of a vector.
-        weights: where the network is.
+        placement: where the network is.
 
     Args:
         resident: whether the network stays on its device. False moves it there for each call that encodes: the
@@ -83,7 +83,7 @@ class ImageEncoder:
         resident: bool = False,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.weights = Waiting(lambda: [self.model], not resident)
+        self.placement = OffloadedNetworks(lambda: [self.model], not resident)
         self.output = output
         self.size = int(model.config.image_size)
         self.width = int(model.config.projection_dim if output == "image_embeds" else model.config.hidden_size)
@@ -135,7 +135,7 @@ class ImageEncoder:
     def to(self, device: torch.device | str) -> None:
         """Set the device to compute on; a resident network moves there now."""
         self.device = torch.device(device)
-        self.weights.to(self.device)
+        self.placement.to(self.device)
 
     def __call__(self, images: Sequence[Image.Image]) -> Tensor:
         """[B, D] fp32 on the CPU."""
@@ -150,7 +150,7 @@ class ImageEncoder:
 
     @torch.no_grad()
     def _embed(self, images: Sequence[Image.Image]) -> list[Tensor]:
-        with self.weights.used():
+        with self.placement.on_device():
             # one by one: a vector must not depend on what it was batched with
             pixels = [self.pixels(image)[None].to(self.device, self.model.dtype) for image in images]
             return [getattr(self.model(pixel_values=p), self.output)[0].float().cpu() for p in pixels]

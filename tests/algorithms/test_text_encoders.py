@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from retouch.config import RunConfig, parse_run
+from retouch.families.offload import OffloadedNetworks
 from retouch.families.text import TextEncoders
 from retouch.use.precompute import precompute
-from retouch.waiting import Waiting
 
 from .runs import Config, labelled, train
 
@@ -33,7 +33,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         to(self, device)
 
     monkeypatch.setattr(TextEncoders, "to", watched)
-    return lambda: sum(texts.weights.moves for texts in set(made))
+    return lambda: sum(texts.placement.moves for texts in set(made))
 
 
 def pairs(signs: Path, folder: Path) -> Path:
@@ -99,19 +99,19 @@ def test_text_encoders_have_left_before_the_autoencoder_comes(
     """A T5 and an autoencoder beside it would need a larger device than either."""
     there: dict[int, str] = {}
     seen: list[set[str]] = []
-    arrive, leave = Waiting._arrive, Waiting._leave
+    arrive, leave = OffloadedNetworks._arrive, OffloadedNetworks._leave
 
-    def arriving(self: Waiting) -> None:
+    def arriving(self: OffloadedNetworks) -> None:
         arrive(self)
         there[id(self)] = type(next(iter(self._networks()))).__name__
         seen.append(set(there.values()))
 
-    def leaving(self: Waiting) -> None:
+    def leaving(self: OffloadedNetworks) -> None:
         leave(self)
         there.pop(id(self), None)
 
-    monkeypatch.setattr(Waiting, "_arrive", arriving)
-    monkeypatch.setattr(Waiting, "_leave", leaving)
+    monkeypatch.setattr(OffloadedNetworks, "_arrive", arriving)
+    monkeypatch.setattr(OffloadedNetworks, "_leave", leaving)
     precompute(parse_run(run_file(model__offload_vae=True)), tmp_path / "cache")
     assert {name for names in seen for name in names} == {"CLIPTextModel", "AutoencoderKL"}
     assert all(len(names) == 1 for names in seen)

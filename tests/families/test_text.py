@@ -57,14 +57,14 @@ def test_encoders_are_moved_once_for_many_prompts() -> None:
     made: Any = Lengths()
     made.model = moved = Moved()
     text = TextEncoders({"text": made}, device="meta")
-    with text.weights.held():
+    with text.placement.kept_on_device():
         assert moved.moves == []  # nothing to encode yet
-        with text.weights.held():
+        with text.placement.kept_on_device():
             text.of("a")
         text.of("bb")
         assert moved.moves == ["meta"]  # the second finds it there
     assert moved.moves == ["meta", "cpu"]
-    with text.weights.held():
+    with text.placement.kept_on_device():
         text.of("a")  # kept
     text.of("ccc")
     assert moved.moves[2:] == ["meta", "cpu"]
@@ -74,6 +74,6 @@ def test_encoders_that_are_not_offloaded_stay() -> None:
     made: Any = Lengths()
     made.model = moved = Moved()
     text = TextEncoders({"text": made}, device="meta", offload=False)
-    with text.weights.held():
+    with text.placement.kept_on_device():
         text.of("a")
     assert "cpu" not in moved.moves

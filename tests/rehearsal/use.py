@@ -23,10 +23,10 @@ from accelerate.state import AcceleratorState, PartialState
 
 from retouch.config import RunConfig, parse_run
 from retouch.families import loading
+from retouch.families.offload import OffloadedNetworks
 from retouch.rewards.scorers import preservation
 from retouch.tiny.signs import draw_words, write_signs
 from retouch.training.session import Session
-from retouch.waiting import Waiting
 from tests.algorithms.runs import Scripted, brightness, of_kind, train, weights
 from tests.algorithms.test_cells import cell
 from tests.algorithms.test_ip_adapter import ADAPTER
@@ -120,15 +120,15 @@ def training_only(record: Record) -> Iterator[None]:
 def placements() -> Iterator[Counter[str]]:
     """How often frozen networks that wait on the CPU were moved to the device, by what their part is."""
     moved = Counter[str]()
-    arrive = Waiting._arrive
+    arrive = OffloadedNetworks._arrive
 
-    def watched(self: Waiting) -> None:
+    def watched(self: OffloadedNetworks) -> None:
         before = self.moves
         arrive(self)
         names = {type(network).__name__ for network in self._networks()}
         moved.update(dict.fromkeys(names, self.moves - before))
 
-    with mock.patch.object(Waiting, "_arrive", watched):
+    with mock.patch.object(OffloadedNetworks, "_arrive", watched):
         yield moved
 
 

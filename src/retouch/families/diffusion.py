@@ -259,7 +259,7 @@ class FamilyModel(ABC):
         with ExitStack() as stack:
             for part in (self.text, self.autoencoder, self.image_encoder):
                 if part is not None:
-                    stack.enter_context(part.weights.held())
+                    stack.enter_context(part.placement.kept_on_device())
             yield
 
     def text_tensors(self, prompts: Sequence[str]) -> dict[str, Tensor]:

@@ -31,9 +31,9 @@ from retouch import plain_json
 from retouch.config.errors import ConfigError
 from retouch.disk import read_bounded, write_whole
 from retouch.families.loading import component_path, transformer_folder
+from retouch.families.offload import OffloadedNetworks
 from retouch.hub import is_hub_id
 from retouch.image_encoder import TINY, ImageEncoder, changed_normalization, picture_key
-from retouch.waiting import Waiting
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -188,7 +188,7 @@ class StoredVectors(ImageEncoder):
 
     def __init__(self, cache: EmbeddingCache, width: int) -> None:
         self.cache, self.width = cache, width
-        self.weights = Waiting(lambda: (), waits=True)
+        self.placement = OffloadedNetworks(lambda: (), waits=True)
         self.device = torch.device("cpu")
 
     def __call__(self, images: Sequence[Image]) -> Tensor:

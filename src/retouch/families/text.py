@@ -18,8 +18,8 @@ from retouch.config.errors import ConfigError
 from retouch.errors import fitting
 from retouch.families.embeddings import EmbeddingCache
 from retouch.families.loading import load_component
+from retouch.families.offload import OffloadedNetworks
 from retouch.lru import LruCache
-from retouch.waiting import Waiting
 
 CACHE_SIZE = 2048
 """Prompts kept by default; 4 MiB each at the sizes of FLUX in bf16."""
@@ -187,7 +187,7 @@ class TextEncoders:
         stored: tensors on disk that replace the encoders.
 
     Attributes:
-        weights: where the encoders are.
+        placement: where the encoders are.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class TextEncoders:
     ) -> None:
         self.encoders = dict(encoders)
         self.stored = stored
-        self.weights = Waiting(lambda: [encoder.model for encoder in self.encoders.values()], offload)
+        self.placement = OffloadedNetworks(lambda: [encoder.model for encoder in self.encoders.values()], offload)
         for encoder in self.encoders.values():
             encoder.model.eval().requires_grad_(False)
         self._cache: LruCache[Hashable, dict[str, Tensor]] = LruCache(capacity)
@@ -208,7 +208,7 @@ class TextEncoders:
 
     def to(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.weights.to(self.device)
+        self.placement.to(self.device)
 
     def encode(self, prompts: Sequence[Hashable], on_host: Set[str] = frozenset()) -> dict[str, Tensor]:
         """Look up or encode.
@@ -242,7 +242,7 @@ class TextEncoders:
             return
         different = list(dict.fromkeys(prompts))
         self._cache.capacity = max(self._cache.capacity, len(different) + len(self._cache))
-        with self.weights.held():
+        with self.placement.kept_on_device():
             self._require_gain(different)
             self._rows(different)
         self.encoders.clear()
@@ -272,7 +272,7 @@ class TextEncoders:
             raise RuntimeError(
                 f"the text encoders were released and {prompts[0]!r} is not cached; set model.free_text_encoders=false"
             )
-        with fitting("in the text encoders", _WITHOUT), self.weights.used():
+        with fitting("in the text encoders", _WITHOUT), self.placement.on_device():
             # one by one: an embedding must not depend on what it was batched with
             return [{name: encoder([p])[0].cpu() for name, encoder in self.encoders.items()} for p in prompts]
 

@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from retouch.errors import fitting
+from retouch.families.offload import OffloadedNetworks
 from retouch.lru import LruCache
-from retouch.waiting import Waiting
 
 if TYPE_CHECKING:
     from retouch.families.embeddings import EmbeddingCache
@@ -43,7 +43,7 @@ class Autoencoder:
         stored: latents on disk that are looked up first.
 
     Attributes:
-        weights: where they are.
+        placement: where the networks are.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Autoencoder:
     ) -> None:
         self.vae = vae
         self.stored = stored
-        self.weights = Waiting(lambda: [vae], offload)
+        self.placement = OffloadedNetworks(lambda: [vae], offload)
         if offload:
             vae.to("cpu")
         self._kept: LruCache[str, Tensor] = LruCache(KEPT)
@@ -67,7 +67,7 @@ class Autoencoder:
     def to(self, device: torch.device | str) -> None:
         """Set the device to compute on."""
         self.device = torch.device(device)
-        self.weights.to(self.device)
+        self.placement.to(self.device)
 
     @property
     def downsampling(self) -> int:
@@ -87,7 +87,7 @@ class Autoencoder:
             known = [row for row in rows if row is not None]
             if len(known) == len(rows):
                 return torch.stack(known).to(self.device)
-        with fitting(f"while encoding {len(images)} images", _LESS), self.weights.used():
+        with fitting(f"while encoding {len(images)} images", _LESS), self.placement.on_device():
             latents = self._encode(images)
         if self.stored is not None:
             self.stored.add_images(images, latents)
@@ -98,14 +98,14 @@ class Autoencoder:
         device of the images. They depend neither on the prompt nor on the guidance scale."""
         pixels = [image.cpu().contiguous() for image in images]
         keys = [hashlib.sha256(str(tuple(p.shape)).encode() + p.numpy().tobytes()).hexdigest() for p in pixels]
-        with self.weights.held():
+        with self.placement.kept_on_device():
             latents = self._kept.get_all(keys, lambda rows: [self.encode(images[i][None])[0].cpu() for i in rows])
         return torch.stack(latents).to(images.device)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """[B, C, h, w] -> [B, 3, H, W] fp32 in [-1, 1]."""
-        with fitting(f"while decoding {len(latents)} images", _LESS), self.weights.used():
+        with fitting(f"while decoding {len(latents)} images", _LESS), self.placement.on_device():
             return self._decode(latents.float()).float().clamp(-1, 1)
 
     def latent_gradient(
@@ -123,7 +123,7 @@ class Autoencoder:
             checkpointing: computes each block of the decoder again in the backward and keeps only its input.
         """
         blocks = decoder_blocks(self.vae.decoder) if checkpointing else []
-        with self.weights.used(), torch.enable_grad(), recomputed(blocks):
+        with self.placement.on_device(), torch.enable_grad(), recomputed(blocks):
             latents = latents.detach().to(self.device, torch.float32).requires_grad_()
             decoded = self.decode_unclamped(latents).float()
             gradient = pixel_gradient(decoded.detach())

@@ -1,7 +1,7 @@
 """Frozen networks that wait on the CPU between uses (`model.offload_text_encoders`, `model.offload_vae`).
 
-They are copied to the device for a use, and leave it without a copy back: their weights on the CPU stay where they are,
-because nobody changes frozen ones.
+They are copied to the device for a use, and leave it without a copy back: those on the CPU are kept, because frozen
+weights do not change.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 
-class Waiting:
-    """Where the networks of a part of a model are.
+class OffloadedNetworks:
+    """The networks of a part of a model, and where they are.
 
     Args:
-        networks: those that the part has now.
+        networks: returns the networks; a part may release them.
         waits: whether they are on the CPU between uses; else `to` moves them, and they stay.
 
     Attributes:
@@ -32,7 +32,7 @@ class Waiting:
         self._networks = networks
         self._on_host: list[tuple[nn.Module, str, Tensor]] = []
         self._uses = 0
-        self._there = False
+        self._on_device = False
 
     def to(self, device: torch.device | str) -> None:
         """Set the device of the next use."""
@@ -41,7 +41,7 @@ class Waiting:
             self._place(self.device)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def kept_on_device(self) -> Iterator[None]:
         """Inside, networks that a use moved to the device stay there: they are moved once for many uses."""
         self._uses += 1
         try:
@@ -52,15 +52,15 @@ class Waiting:
                 self._leave()
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """With the networks on the device."""
-        with self.held():
+        with self.kept_on_device():
             self._arrive()
             yield
 
     def _arrive(self) -> None:
-        if self.waits and not self._there:
-            self._there = True
+        if self.waits and not self._on_device:
+            self._on_device = True
             self.moves += 1
             if self.device.type != "cpu":
                 self._on_host = [part for network in self._networks() for part in _on_host(network)]
@@ -71,7 +71,7 @@ class Waiting:
                 raise
 
     def _leave(self) -> None:
-        if not self._there:
+        if not self._on_device:
             return
         for module, name, tensor in self._on_host:
             if name in module._parameters:
@@ -79,7 +79,7 @@ class Waiting:
             else:
                 module._buffers[name] = tensor
         self._place("cpu")  # what was not on the CPU before, too
-        self._on_host, self._there = [], False
+        self._on_host, self._on_device = [], False
 
     def _place(self, device: torch.device | str) -> None:
         for network in dict.fromkeys(self._networks()):  # encoders may share one
