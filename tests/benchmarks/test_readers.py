@@ -66,12 +66,14 @@ def test_the_ranges_of_the_page() -> None:
         assert all(share[1] > 0 for share in shares)
         assert f"{shown} {ROWS[0]['signs'][name]:.3f}".replace(" 0.", " .") in prose
     for trained, words in (
-        ("recognizer", "the highest hacking index on each seed, {}"),
-        ("ocr", "GRPO and NFT have {}"),
+        ("recognizer", "the highest hacking index, {} to {} ({} to {} % of its gain, beside four other readers)"),
+        ("ocr", "GRPO and NFT have {} to {} ({} to {} %, beside three)"),
     ):
-        found = [row["hacking_index"][0] for row in ROWS if row["trained"] == trained]
-        low, high = (f"{end(found):+.3f}".replace("0.", ".", 1) for end in (min, max))
-        assert words.format(f"{low} to {high}") in prose
+        runs = [row for row in ROWS if row["trained"] == trained]
+        found = [row["hacking_index"][0] for row in runs]
+        ends = [f"{end(found):+.3f}".replace("0.", ".", 1) for end in (min, max)]
+        parts = [100 * row["hacking_index"][0] / row["gain"][trained][0] for row in runs]
+        assert words.format(*ends, *(f"{end(parts):.0f}" for end in (min, max))) in prose
     pixels = [row for row in ROWS if row["trained"] == "recognizer"]
     assert all(share[0] >= 0.75 for row in pixels for share in row["transfer"].values())
     for seed in {row["seed"] for row in ROWS}:
