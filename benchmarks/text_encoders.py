@@ -56,10 +56,10 @@ def measure(released: bool, device: str, repetitions: int, prompts: int = PROMPT
         for name in times:
             texts = TextEncoders(made, device)
             start = clock()
-            with texts.weights.held() if name == "once" else nullcontext():
+            with texts.placement.kept_on_device() if name == "once" else nullcontext():
                 rows = [texts.of(f"a sign that says {repetition} {i}") for i in range(prompts)]
             times[name].append(clock() - start)
-            moves[name], found[name] = texts.weights.moves, torch.stack([row["text"] for row in rows])
+            moves[name], found[name] = texts.placement.moves, torch.stack([row["text"] for row in rows])
     if not torch.equal(*found.values()):
         raise AssertionError("the embeddings differ")
     medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}  # the first warms up
