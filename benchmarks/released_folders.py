@@ -36,6 +36,7 @@ from random_models import fill
 
 from retouch.families import FAMILIES
 from retouch.families.base import FamilySpec
+from retouch.families.released import T5_XXL
 from retouch.families.tiny import tiny_pipeline
 from retouch.tiny.signs import draw_words, write_signs
 
@@ -148,15 +149,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 20,
         "projection_dim": 1280,
     },
-    "T5EncoderModel": {
-        "vocab_size": 32128,
-        "d_model": 4096,
-        "d_kv": 64,
-        "d_ff": 10240,
-        "num_layers": 24,
-        "num_heads": 64,
-        "feed_forward_proj": "gated-gelu",
-    },
+    "T5EncoderModel": T5_XXL,
 }
 """Configs that no family's facts have: of CLIPs by their folder, of others by their class."""
 

@@ -50,7 +50,9 @@ def test_a_run_ends_with_the_examples_and_its_checkpoint_repeats_the_step(
     where = tmp_path / "runs" / kind
     assert [folder.name for folder in sorted((where / "checkpoints").iterdir())] == ["step-000001"]
     assert retouch("train", file, "resume=auto").err.splitlines()[-1] == line
-    assert [r["step"] for r in read_metrics(where / "metrics.jsonl") if r["kind"] == "train"] == [1]
+    records = read_metrics(where / "metrics.jsonl")
+    assert [r["step"] for r in records if r["kind"] == "train"] == [1]
+    assert records[-1]["event"] == "diverged" and f"error: {records[-1]['reason']}" == line
 
 
 def step_of(positions: list[int], rows_per_forward: int, elsewhere: list[str]) -> Step:
