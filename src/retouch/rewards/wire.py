@@ -300,10 +300,11 @@ def parse_reply(body: bytes) -> ScoreReply:
     """A reply, validated strictly.
 
     Raises:
-        BrokenMessage: not JSON, a number that no float holds, half of a surrogate pair, or not the schema.
+        BrokenMessage: not JSON, a number that no float holds, half of a surrogate pair, a key that is there twice with
+            different values, or not the schema.
     """
     try:
-        return ScoreReply.model_validate(plain_json.loads(body, finite=True))
+        return ScoreReply.model_validate(plain_json.loads(body, finite=True, unique=True))
     except (ValueError, RecursionError) as error:  # pydantic's ValidationError is one
         problem = " ".join(problem_of(error).split())[:200]
         raise BrokenMessage(f"the reply is not of the protocol: {problem}") from None

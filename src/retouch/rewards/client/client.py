@@ -224,31 +224,35 @@ class RewardClient:
         return columns
 
     async def _score_sound(self, items: list[RewardItem]) -> Columns:
-        """Outcomes from the cache for items with every reward there, for the others from the servers."""
+        """Outcomes from the cache where they are there, the others from the servers."""
         revisions = await self._one_revision_each() if self._cache is not None and items else None
         if revisions is None or self._cache is None:
-            return await self._score_chunks(items)
+            return await self._score_chunks(items, self.rewards)
         keys = await asyncio.to_thread(
-            lambda: [[cache_key(item, name, revisions[name]) for name in self.rewards] for item in items]
+            lambda: [{name: cache_key(item, name, revisions[name]) for name in self.rewards} for item in items]
         )
         try:
-            known = await asyncio.to_thread(self._cache.get, [key for row in keys for key in row])
+            known = await asyncio.to_thread(self._cache.get, [key for row in keys for key in row.values()])
         except sqlite3.Error as error:
             logger.warning("the cache of scores cannot be read: %s", error)
             known = {}
-        missing = [i for i, row in enumerate(keys) if not all(key in known for key in row)]
+        missing: dict[tuple[str, ...], list[int]] = {}  # a known score may have had a price: only the others are asked
+        for i, row in enumerate(keys):
+            if names := tuple(name for name, key in row.items() if key not in known):
+                missing.setdefault(names, []).append(i)
         asked = time.monotonic()
-        self.statistics.cache_hits += len(items) - len(missing)
-        fresh = await self._score_chunks([items[i] for i in missing])
+        self.statistics.cache_hits += len(items) - sum(map(len, missing.values()))
         found: dict[bytes, Outcome] = dict(known)
-        for column, name in enumerate(self.rewards):
-            found.update(zip((keys[i][column] for i in missing), fresh[name], strict=True))
+        requests = (self._score_chunks([items[i] for i in rows], names) for names, rows in missing.items())
+        for rows, fresh in zip(missing.values(), await asyncio.gather(*requests), strict=True):
+            for name, column in fresh.items():
+                found.update(zip((keys[i][name] for i in rows), column, strict=True))
         if not self.revisions.others_since(asked, revisions):
             try:
                 await asyncio.to_thread(self._cache.put, {k: o for k, o in found.items() if k not in known})
             except sqlite3.Error as error:  # a full disk: the scores themselves are not lost
                 logger.warning("scores are not kept: %s", error)
-        return {name: [found[row[column]] for row in keys] for column, name in enumerate(self.rewards)}
+        return {name: [found[row[name]] for row in keys] for name in self.rewards}
 
     async def _one_revision_each(self) -> dict[str, str] | None:
         """Revision by reward, of the servers that are not gone; None if they differ."""
@@ -256,19 +260,19 @@ class RewardClient:
             self.revisions.learn(await self._info())
         return self.revisions.one_each({s.url for s in self._balancer.servers if not s.sound})
 
-    async def _score_chunks(self, items: list[RewardItem]) -> Columns:
+    async def _score_chunks(self, items: list[RewardItem], rewards: Sequence[str]) -> Columns:
         size = self.options.batch_size
         chunks = [items[i : i + size] for i in range(0, len(items), size)]
         asked = time.monotonic()
 
         async def in_turn(chunk: list[RewardItem]) -> Columns:
             async with self._turns:
-                return await self._score_chunk(chunk, asked)
+                return await self._score_chunk(chunk, rewards, asked)
 
         replies = await asyncio.gather(*(in_turn(chunk) for chunk in chunks))
-        return {name: [outcome for reply in replies for outcome in reply[name]] for name in self.rewards}
+        return {name: [outcome for reply in replies for outcome in reply[name]] for name in rewards}
 
-    async def _score_chunk(self, items: list[RewardItem], asked: float) -> Columns:
+    async def _score_chunk(self, items: list[RewardItem], rewards: Sequence[str], asked: float) -> Columns:
         """One request with its retries; ids on the wire are positions: callers may repeat ids. Another server is asked
         for the rewards that have no answer yet alone: the others may have a price.
 
@@ -280,7 +284,7 @@ class RewardClient:
         request_id, failed = uuid.uuid4().hex, list[Server]()
         unanswered: dict[Server, Columns] = {}
         answered: Columns = {}
-        wanted = self.rewards
+        wanted = rewards
         refusal = Refusal(Failure("unavailable", "no server answered", retryable=True))
         self.statistics.requests += 1
         for attempt in itertools.count():
@@ -302,7 +306,7 @@ class RewardClient:
                 if reply.final:
                     unanswered[server] = reply.outcomes(wanted, len(items))
                     answered |= reply.answered()
-            wanted = [name for name in self.rewards if name not in answered]
+            wanted = [name for name in rewards if name not in answered]
             if not wanted:  # two servers answered some each
                 return answered
             if refusal.final:

@@ -112,7 +112,7 @@ def read_scores(text: str, count: int = 2, most: float = RANGE) -> list[float]:
     """
     fenced = _FENCED.fullmatch(text.strip())
     try:
-        found: Any = plain_json.loads(fenced[1].strip() if fenced else text)
+        found: Any = plain_json.loads(fenced[1].strip() if fenced else text, unique=True)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}; given {text[:60]!r}") from None
     if not isinstance(found, dict) or "score" not in found:

@@ -19,7 +19,7 @@ from retouch.config.base import Count, Names, NonNegative, Positive
 from retouch.errors import ConfigError, RewardOutage, shown
 from retouch.rewards.addresses import is_local
 from retouch.rewards.base import PackageScorer, Question, RewardEntry
-from retouch.rewards.protocol import RewardItem
+from retouch.rewards.protocol import RewardItem, raised
 from retouch.rewards.scorers.judge_client import (
     AUTO,
     DEFAULT_MODEL,
@@ -222,7 +222,8 @@ class JudgeScorer(PackageScorer[Judged]):
         """Ask a first question: missing abilities of the endpoint are reported before the run starts.
 
         Raises:
-            ConfigError: no such model, a wrong key, an account without quota, or answers that are not of the protocol.
+            ConfigError: no such model, a wrong key, an account without quota, answers that are not of the protocol, or
+                a budget of what the endpoint does not report.
             RewardOutage: it cannot answer at the moment, or its address accepts no connection.
         """
         grey = np.full((64, 64, 3), 127, np.uint8)
@@ -236,7 +237,24 @@ class JudgeScorer(PackageScorer[Judged]):
             if isinstance(error, JudgeError) and error.retryable:
                 raise RewardOutage(f"{where}; start again when the judge answers") from None
             raise ConfigError(where) from None
+        self._require_counted()
         self._name_judge()
+
+    def _require_counted(self) -> None:
+        """Raise ConfigError for a limit of tokens or money at an endpoint that reports none: it would never end."""
+        o = self.options
+        limits = {
+            "budget_tokens": o.budget_tokens,
+            "budget_dollars": o.budget_dollars if o.price_in + o.price_out else None,
+        }
+        if any(self.budget.spent[1:]):
+            return
+        for name, limit in limits.items():
+            if limit is not None:
+                raise ConfigError(
+                    f"reward {o.scorer!r}: {name}: given {limit:g}, but {self.judge.address} reports no tokens (usage) "
+                    "with its answers, which the budget counts; set budget_requests instead"
+                )
 
     @abstractmethod
     def _first_question(self, item: RewardItem) -> object:
@@ -260,6 +278,8 @@ class JudgeScorer(PackageScorer[Judged]):
                 return Failure("budget_spent", str(spent))
             except JudgeError as error:
                 return Failure("unavailable" if error.retryable else "scorer_error", str(error), error.retryable)
+            except Exception as error:  # raised, it would have the whole batch asked, and paid, again
+                return raised(self.spec.name, error)
 
         with ThreadPoolExecutor(min(self.options.concurrency, len(tasks)), thread_name_prefix="judge") as pool:
             answers = list(pool.map(one, tasks))
