@@ -72,10 +72,6 @@ class Server:
         self.heard_at = now
         self.latency_s = seconds if self.latency_s is None else (1 - SMOOTHING) * self.latency_s + SMOOTHING * seconds
 
-    def overtaken(self, seconds: float) -> None:
-        """A request was cancelled: its answer would have taken longer."""
-        self.latency_s = max(self.latency_s or 0.0, seconds)
-
     @property
     def sound(self) -> bool:
         """Whether the breaker is closed."""

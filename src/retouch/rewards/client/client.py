@@ -54,7 +54,6 @@ class ClientStatistics:
     requests: int = 0
     attempts: int = 0
     retries: int = 0
-    hedges: int = 0
     cache_hits: int = 0
     scores: Counter[str] = field(default_factory=Counter[str])
     failures: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter[str]))
@@ -297,15 +296,14 @@ class RewardClient:
                 self._budget.request(now)
             request = _Request(numbered, wanted, request_id, deadline)
             self._try_beside(server, request)
-            replies = await self._attempt_or_hedge(server, request, unanswered)
-            for server, reply in replies.items():
-                if not isinstance(reply, Refusal):
-                    self.statistics.latencies.append(time.monotonic() - asked)
-                    return answered | reply
-                refusal = reply
-                if reply.final:
-                    unanswered[server] = reply.outcomes(wanted, len(items))
-                    answered |= reply.answered()
+            reply = await self._begin(server, request)
+            if not isinstance(reply, Refusal):
+                self.statistics.latencies.append(time.monotonic() - asked)
+                return answered | reply
+            refusal = reply
+            if reply.final:
+                unanswered[server] = reply.outcomes(wanted, len(items))
+                answered |= reply.answered()
             wanted = [name for name in rewards if name not in answered]
             if not wanted:  # two servers answered some each
                 return answered
@@ -371,34 +369,6 @@ class RewardClient:
             self._beside.add(attempt)  # the loop itself keeps only weak references
             attempt.add_done_callback(self._beside.discard)
 
-    async def _attempt_or_hedge(
-        self, server: Server, request: _Request, unanswered: Collection[Server]
-    ) -> dict[Server, Columns | Refusal]:
-        """Ask a server, and after `hedge_after_s` a second one as well -> the first good answer, or every refusal, by
-        its server."""
-        first = self._begin(server, request)
-        if self.options.hedge_after_s is None or len(self.urls) == 1:
-            return {server: await first}
-        await asyncio.wait([first], timeout=self.options.hedge_after_s)
-        other = None if first.done() else self._balancer.choose(time.monotonic(), [server], never=unanswered)[0]
-        if other is None or other is server or not self._budget.take(time.monotonic()):
-            return {server: await first}
-        other.sent(time.monotonic())
-        self.statistics.hedges += 1
-        tasks = {first: server, self._begin(other, request): other}
-        try:
-            while True:
-                await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
-                replies = {where: task.result() for task, where in tasks.items() if task.done()}
-                good: dict[Server, Columns | Refusal] = {
-                    where: reply for where, reply in replies.items() if not isinstance(reply, Refusal)
-                }
-                if good or len(replies) == len(tasks):
-                    return good or replies
-        finally:
-            for task in tasks:
-                task.cancel()
-
     def _begin(self, server: Server, request: _Request) -> asyncio.Task[Columns | Refusal]:
         """Start an attempt. It stops counting as open at the server even if it is cancelled before it begins."""
 
@@ -417,11 +387,7 @@ class RewardClient:
         # of several servers, one that never answers cannot use all of the time
         share = left if len(self.urls) == 1 else max(left / 2, min(left, _LEAST_S))
         self.statistics.attempts += 1
-        try:
-            reply = await self._exchange.ask(server.url, request.items, request.rewards, request.id, started + share)
-        except asyncio.CancelledError:
-            server.overtaken(time.monotonic() - started)
-            raise
+        reply = await self._exchange.ask(server.url, request.items, request.rewards, request.id, started + share)
         now = time.monotonic()
         alone = len(self.urls) == 1
         if isinstance(reply, Refusal) and reply.columns is not None and alone:
