@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from retouch.rewards.client.balance import BREAKER_FAILURES
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.client.config import RewardClientConfig
+from retouch.rewards.client.servers import BREAKER_FAILURES
 from retouch.types import Failure
 from tests.rewards.fakes import HANG_S, until
 from tests.selection import rows

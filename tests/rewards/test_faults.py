@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.rewards.client.balance import (
-    BREAKER_FAILURES,
-    Balance,
-    Balancer,
-    RetryBudget,
-)
 from retouch.rewards.client.cache import (
     ScoreCache,
     cache_key,
 )
 from retouch.rewards.client.client import RewardClient, _Request  # pyright: ignore[reportPrivateUsage]
 from retouch.rewards.client.config import RewardClientConfig
+from retouch.rewards.client.servers import (
+    BREAKER_FAILURES,
+    Balance,
+    Balancer,
+    RetryBudget,
+)
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
     Answer,

@@ -1,6 +1,6 @@
 """The client of reward servers: n items in, n outcomes out, in order, also when requests fail.
 
-One event loop in one background thread serves callers from any thread. `balance.py` chooses the server of a request;
+One event loop in one background thread serves callers from any thread. `servers.py` chooses the server of a request;
 transport errors, 408, 425, 429 and 5xx are retried, on another server if there is one, until the deadline and within
 the retry budget. For a reply without an answer each of the other servers is asked once. `exchange.py` is one request to
 one server, `revisions.py` the revisions that servers report.
@@ -26,11 +26,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from retouch.rewards.addresses import base_url, usable_token
-from retouch.rewards.client.balance import Balancer, RetryBudget, Server
 from retouch.rewards.client.cache import ScoreCache, cache_key
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.client.exchange import Columns, Exchange, Refusal
 from retouch.rewards.client.revisions import Revisions
+from retouch.rewards.client.servers import Balancer, RetryBudget, Server
 from retouch.rewards.foreign import CONNECT_S
 from retouch.rewards.protocol import RewardItem, malformed
 from retouch.types import Failure, Outcome, Score

@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from retouch.config.base import Count, NonNegative, Positive, Section, Unit
-from retouch.rewards.client.balance import Balance
+
+Balance = Literal["least_outstanding", "round_robin"]
 
 COLLECTIVE_S = 7200.0
 """Minimum timeout of a collective; NCCL's default of ten minutes is less than writing a large checkpoint takes."""

@@ -20,7 +20,7 @@ import httpx
 
 from retouch.files import plain_json
 from retouch.rewards.addresses import TOKEN_VARIABLE, is_local, retry_after_s
-from retouch.rewards.client.status import status_of
+from retouch.rewards.client.servers import status_of
 from retouch.rewards.foreign import CONNECT_S, no_cookies, one_line, plain_detail
 from retouch.rewards.messages import MOST_DEADLINE_MS, ScoreReply, WireScore
 from retouch.rewards.protocol import RewardItem, within

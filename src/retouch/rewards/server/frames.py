@@ -33,6 +33,26 @@ PULSE = {"pulse": True}
 """Message that the process returns at once, as a sign of life."""
 
 
+LATE = Failure("deadline", "the deadline passed before the item was scored", retryable=True)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Cost of a batch: reward -> calls of its scorer, and their seconds.
+
+    Attributes:
+        raising: rewards whose scorer raised for every item. A judge without an answer raises nothing: another process
+            would get none either, and count its budget from 0 again.
+    """
+
+    calls: Mapping[str, int]
+    seconds: Mapping[str, float]
+    raising: Sequence[str] = ()
+
+
+Scored = tuple[dict[str, list[Outcome]], Work]
+
+
 class BrokenFrame(Exception):
     """The bytes are not a frame; what follows them cannot be read either."""
 
