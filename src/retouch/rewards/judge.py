@@ -80,6 +80,26 @@ class JudgeConfig(Section):
             return value
         return {**entry, "price_in": DEFAULT_PRICES[0], "price_out": DEFAULT_PRICES[1]}
 
+    def connection(self) -> dict[str, Any]:
+        """Arguments of a `JudgeClient`."""
+        return {
+            "address": self.address,
+            "model": self.model,
+            "requests_per_minute": self.requests_per_minute,
+            "tokens_per_minute": self.tokens_per_minute,
+            "timeout_s": self.timeout_s,
+            "key_header": self.key_header,
+        }
+
+    def limits(self) -> dict[str, Any]:
+        """Arguments of a `Budget`."""
+        limits = {"requests": self.budget_requests, "tokens": self.budget_tokens, "dollars": self.budget_dollars}
+        return {**limits, "price_in": self.price_in, "price_out": self.price_out}
+
+    def at_once(self, questions: int) -> int:
+        """Number of so many questions that are open at once."""
+        return min(self.concurrency, questions)
+
 
 def with_judge(run: Mapping[str, Any]) -> dict[str, Any]:
     """A run file in which the rewards that ask a judge have the keys of its section `judge`. The schema reports

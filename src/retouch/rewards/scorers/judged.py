@@ -152,11 +152,9 @@ class JudgeScorer(PackageScorer[Judged]):
     def __init__(self, options: Judged, *depends_on: Any, protocol: str | None = None) -> None:
         o = self.options = options
         self._protocol = protocol or o.scorer
-        self.budget = Budget(o.budget_requests, o.budget_tokens, o.budget_dollars, o.price_in, o.price_out)
+        self.budget = Budget(**o.limits())
         try:
-            self.judge = JudgeClient(
-                o.address, o.model, self.budget, o.requests_per_minute, o.tokens_per_minute, o.timeout_s, o.key_header
-            )
+            self.judge = JudgeClient(budget=self.budget, **o.connection())
         except ConfigError as error:  # the key
             raise ConfigError(f"reward {o.scorer!r}: {error}") from None
         except ValueError as error:
@@ -242,7 +240,7 @@ class JudgeScorer(PackageScorer[Judged]):
             except Exception as error:  # raised, it would have the whole batch asked, and paid, again
                 return raised(self.spec.name, error)
 
-        with ThreadPoolExecutor(min(self.options.concurrency, len(tasks)), thread_name_prefix="judge") as pool:
+        with ThreadPoolExecutor(self.options.at_once(len(tasks)), thread_name_prefix="judge") as pool:
             answers = list(pool.map(one, tasks))
         self.budget.exchange()
         self._name_judge()
