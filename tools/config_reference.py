@@ -29,6 +29,8 @@ from retouch.config import RunConfig
 from retouch.config.base import Section
 from retouch.config.errors import models_of
 from retouch.registry import Chosen
+from retouch.rewards.judge import JudgeConfig
+from retouch.rewards.scorers.judged import JudgeEntry
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OVERVIEW = "configuration.md"
@@ -38,7 +40,7 @@ GROUPS = {
     "data": ("Data formats", ("data", "warmup_data")),
     "rollout": ("Rollout", ("rollout",)),
     "algorithm": ("Algorithms", ("algorithm",)),
-    "rewards": ("Rewards", ("rewards", "reward_client")),
+    "rewards": ("Rewards", ("rewards", "judge", "reward_client")),
     "training": ("Optimizer, training, evaluation, logging", ()),
 }
 """Page -> its title and the sections of a run file on it; the last page takes the sections that no other page has."""
@@ -147,14 +149,20 @@ class _Reference:
             own = [row for row in all_rows if row not in shared]
             if len(kinds) > 1:
                 yield f"\n### `{tag}: {_tag_value(kind, tag or '')}`\n\n"
-            yield _prose(kind) + (_table(own) if own else "No other keys.\n")
+            if issubclass(kind, JudgeEntry):
+                yield f"{_prose(kind)}It has the keys of {self._link(page, (JudgeConfig,))}, and:\n\n{_table(own)}"
+            else:
+                yield _prose(kind) + (_table(own) if own else "No other keys.\n")
         nested = {_kinds(i): (n, i) for kind in kinds for n, i in kind.model_fields.items() if _kinds(i)}
         for inner, (inner_name, inner_info) in nested.items():
             if self.where[inner] == (page, _dotted(dotted, inner_name, inner_info)):
                 yield from self._section(page, inner_name, inner_info, dotted)
 
     def _rows(self, page: str, key: str, kind: type[BaseModel], tag: str | None) -> list[str]:
-        return [self._row(page, key, kind, name, info) for name, info in kind.model_fields.items() if name != tag]
+        """Rows of the keys of a section; those that a reward has in common with section `judge` stand there."""
+        left_out = {*JudgeConfig.model_fields, "from_judge"} if issubclass(kind, JudgeEntry) else set[str]()
+        fields = {name: info for name, info in kind.model_fields.items() if name not in {tag, *left_out}}
+        return [self._row(page, key, kind, name, info) for name, info in fields.items()]
 
     def _row(self, page: str, key: str, kind: type[BaseModel], name: str, info: FieldInfo) -> str:
         kinds = _kinds(info)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.config.cost import SECONDS_A_QUESTION, Cost, cost
-from retouch.rewards.scorers.judge_client import DEFAULT_PRICES
+from retouch.rewards.judge import DEFAULT_PRICES
 from retouch.rewards.scorers.reading import SECONDS_A_PAGE
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -148,7 +148,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "plugins=[json]",
         "reward_client.timeout_s=20", "reward_client.outage_wait_s=2", "reward_client.logged_wait_s=1",
         "reward_client.max_failure_rate=0.5", "reward_client.max_run_failure_rate=0.5", "reward_client.batch_size=2",
-        "reward_client.balance=round_robin", "reward_client.requests_per_server=1", "reward_client.hedge_after_s=5",
+        "reward_client.balance=round_robin", "reward_client.requests_per_server=1",
         "reward_client.probe_every=1", "reward_client.probe_tolerance=0.1", "reward_client.on_drift=stop",
         "reward_client.cache=true",
         "model.offload_text_encoders=false", "model.offload_vae=true", "model.vae_batch=one",

@@ -31,7 +31,7 @@ SAYS = re.compile(r"module:|\bmodules?\b|\baddress(es)?\b|\bserver\b|\bURL\b|htt
 
 NEITHER = {
     "RewardEntry.device": "devices of this machine",
-    "JudgeEntry.model": "the name of a model at the address of the judge",
+    "JudgeConfig.model": "the name of a model at the address of the judge",
     "TrainLora.targets": "names of layers",
     "TrainLora.initial_adapter": "a file of weights",
 }

@@ -31,7 +31,8 @@ from retouch.rewards.protocol import CheckedScorer, Pixels, RewardItem, Scorer, 
 from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.app import app_of
 from retouch.rewards.server.connections import protocol_of
-from retouch.rewards.server.scoring import Scored, load_all, score_rewards
+from retouch.rewards.server.frames import Scored
+from retouch.rewards.server.process import load_all, score_rewards
 from retouch.types import Failure, Outcome, Score
 
 # --- items ---

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from dataclasses import replace
 from itertools import product
@@ -12,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from retouch.rewards.client.balance import BREAKER_FAILURES
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.client.config import RewardClientConfig
+from retouch.rewards.client.servers import BREAKER_FAILURES
 from retouch.types import Failure
 from tests.rewards.fakes import HANG_S, until
 from tests.selection import rows
@@ -143,24 +142,6 @@ def test_two_servers_that_answer_one_reward_each_answer_both() -> None:
     with kit.Stub(kit.one_of_two_raises) as a, kit.Stub(other_raises) as b, client_of(a.url, b.url) as client:
         batch = kit.items(4)
         assert [kit.right(batch, client.score(batch)[name]) for name in REWARDS] == [4, 4]
-
-
-def test_two_servers_at_once_without_an_answer_are_asked_once_each() -> None:
-    """With `hedge_after_s` both replies count, each for its server."""
-
-    both = threading.Barrier(2)
-
-    def slow(one: Any) -> None:
-        both.wait(60)
-        kit.raises(one)
-
-    with (
-        kit.Stub(slow) as first,
-        kit.Stub(slow) as second,
-        client_of(first.url, second.url, hedge_after_s=0.05) as client,
-    ):
-        client.score(kit.items(4))
-        assert (first.requests, second.requests, client.statistics.hedges) == (1, 1, 1)
 
 
 def test_two_broken_servers_of_three() -> None:

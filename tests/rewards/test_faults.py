@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.rewards.client.balance import (
-    BREAKER_FAILURES,
-    Balance,
-    Balancer,
-    RetryBudget,
-)
 from retouch.rewards.client.cache import (
     ScoreCache,
     cache_key,
 )
 from retouch.rewards.client.client import RewardClient, _Request  # pyright: ignore[reportPrivateUsage]
 from retouch.rewards.client.config import RewardClientConfig
+from retouch.rewards.client.servers import (
+    BREAKER_FAILURES,
+    Balance,
+    Balancer,
+    RetryBudget,
+)
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
     Answer,
@@ -185,7 +185,7 @@ def test_no_more_requests_than_allowed_are_under_way_at_a_server() -> None:
     assert most == 3
 
 
-# --- breaker, back-pressure, budget, hedging ---
+# --- breaker, back-pressure, budget ---
 
 
 @pytest.mark.full
@@ -307,51 +307,13 @@ def test_a_server_that_only_fails_is_not_stormed() -> None:
     assert values(outcomes) == ["unavailable"] * 100
 
 
-def test_hedging_asks_another_server_when_the_first_is_slow() -> None:
-    over = threading.Event()
-
-    def slow(asked: Asked, number: int) -> Answer:
-        over.wait(600)
-        return honest(asked, number)
-
-    with FakeServer(slow) as first, FakeServer(honest) as second:
-        client = client_of(first.url, second.url, hedge_after_s=0.1, balance="round_robin")
-        assert values(client.score(items(2))["r"]) == [0.0, 1.0]  # the first has not answered
-        until(lambda: bool(first.asked))
-        over.set()
-        assert client.statistics.hedges == 1
-        client.close()
-        ids = {server.asked[0].manifest["request_id"] for server in (first, second)}
-        assert len(ids) == 1  # one request, wherever it is computed
-
-
-def test_a_server_that_was_overtaken_is_not_asked_first_again() -> None:
-    """Nothing is known of it but that it takes longer: it would be asked, and overtaken, every time. Where a busy
-    machine holds the other one up for .3 s, it is asked again."""
-    over = threading.Event()
-
-    def slow(asked: Asked, number: int) -> Answer:
-        over.wait(600)
-        return honest(asked, number)
-
-    with FakeServer(slow) as first, FakeServer(honest) as second:
-        client = client_of(first.url, second.url, hedge_after_s=0.3)
-        assert [values(client.score(items(1))["r"]) for _ in range(20)] == [[0.0]] * 20
-        over.set()
-        client.close()
-        assert 1 <= client.statistics.hedges < 10 and len(first.asked) < 10 and len(second.asked) == 20
-
-
 def test_a_request_that_is_cancelled_before_it_begins_gives_its_place_back() -> None:
     with FakeServer(honest) as server, client_of(server.url) as client:
 
         async def cancelled() -> int:
             place = client._balancer.servers[0]
             place.sent(time.monotonic())
-            task = asyncio.create_task(
-                client._attempt_or_hedge(place, _Request(items(1), ["r"], "r", time.monotonic() + 5), ())
-            )
-            await asyncio.sleep(0)  # it has made its attempt, which has not begun
+            task = client._begin(place, _Request(items(1), ["r"], "r", time.monotonic() + 5))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await asyncio.sleep(0)

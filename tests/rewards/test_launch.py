@@ -31,7 +31,7 @@ from retouch.rewards.client.endpoints import (
     resolve_urls,
     write_endpoints,
 )
-from retouch.rewards.client.status import Status, readiness
+from retouch.rewards.client.servers import Status, readiness
 from retouch.rewards.devices import gpu_count
 from retouch.rewards.server.launch import LocalServer, ServeOptions, requested, serve
 from retouch.rewards.server.supervisor import Instance, Supervisor

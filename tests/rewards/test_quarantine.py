@@ -11,7 +11,7 @@ from retouch.rewards.server.batcher import (
     STRIKES,
     Batcher,
 )
-from retouch.rewards.server.scoring import Scored, Work
+from retouch.rewards.server.frames import Scored, Work
 from retouch.rewards.server.worker import WorkerLost
 from retouch.types import Failure, Outcome, Score
 from tests.rewards.fakes import brightness, item

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 
 from retouch.config import ConfigError
-from retouch.rewards.client.status import Status
+from retouch.rewards.client.servers import Status
 from retouch.rewards.protocol import CheckedScorer, RewardItem, ScorerSpec
 from retouch.rewards.server import supervisor as supervisor_module
 from retouch.rewards.server import worker as worker_module
 from retouch.rewards.server.output import Allowance, FewRepeats, pass_on
-from retouch.rewards.server.scoring import score_rewards
+from retouch.rewards.server.process import score_rewards
 from retouch.rewards.server.supervisor import Instance, Supervisor, backoff_s
 from retouch.types import Failure, Outcome
 from tests.rewards.fakes import freeze, item, items, until, values

@@ -32,6 +32,7 @@ from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.frames import (
     HEAD_BYTES,
     BrokenFrame,
+    Work,
     pack,
     pack_items,
     pack_outcome,
@@ -40,7 +41,6 @@ from retouch.rewards.server.frames import (
     unpack_items,
     unpack_outcome,
 )
-from retouch.rewards.server.scoring import Work
 from retouch.rewards.server.telemetry import (
     Telemetry,
 )

@@ -59,7 +59,7 @@ class Section(BaseModel):
     """Former key -> key. Subclasses have those of their bases, too."""
     VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """Key -> its former values -> the values of today."""
-    RETIRED: ClassVar[Mapping[str, str]] = {}
+    RETIRED: ClassVar[Mapping[str, object]] = {}
     """Key of earlier versions -> the value that is what every run does today, with which stored run files are read."""
     KEPT: ClassVar[Set[str]] = frozenset()
     """Options that keep their values when an override names another kind of the section that has them as well, because
@@ -139,7 +139,7 @@ class Section(BaseModel):
             return value
         section = cls.renamed(cast("Mapping[str, Any]", value))
         for kind in cls.__mro__:
-            for key, today in cast("Mapping[str, str]", vars(kind).get("RETIRED", {})).items():
+            for key, today in cast("Mapping[str, object]", vars(kind).get("RETIRED", {})).items():
                 if (given := section.pop(key, today)) != today:  # a stored run file is still read
                     _warn_of_retired(f"{key}: given {given!r}, which earlier versions had; every run has {today!r}")
         return section

@@ -35,6 +35,7 @@ from retouch.families.base import Model
 from retouch.registry import PLUGINS, Chosen
 from retouch.rewards.base import Reward
 from retouch.rewards.client.config import RewardClientConfig
+from retouch.rewards.judge import JudgeConfig, with_judge
 
 
 class Window(Section):
@@ -281,7 +282,7 @@ class RunConfig(Section):
     """One run."""
 
     FREE_IN_EPOCH: ClassVar[Set[str]] = {
-        "name", "plugins", "resume", "warmup_data", "reward_client", "ema", "evaluation", "logging",
+        "name", "plugins", "resume", "warmup_data", "judge", "reward_client", "ema", "evaluation", "logging",
     }  # fmt: skip
 
     name: Name
@@ -305,6 +306,8 @@ class RunConfig(Section):
     algorithm: Annotated[AlgorithmSection, Chosen(ALGORITHMS, "name")]
     rewards: dict[str, Reward] = Field(default={})
     """Name -> reward; the objective is their weighted sum."""
+    judge: JudgeConfig | None = None
+    """Options of all rewards that ask a judge, and one budget for them; null: each entry has its own."""
     reward_client: RewardClientConfig = RewardClientConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     ema: EmaConfig | None = None
@@ -322,8 +325,9 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _algorithm_completes(cls, value: object) -> object:
-        """A preset fills in keys, and an algorithm reads some of its own options as keys of other sections."""
-        return fill_in(cast("Mapping[str, object]", value)) if isinstance(value, Mapping) else value
+        """A preset and the section `judge` fill in keys; an algorithm reads some of its own options as keys of other
+        sections."""
+        return with_judge(fill_in(cast("Mapping[str, object]", value))) if isinstance(value, Mapping) else value
 
     _family_has_a_default = field_validator("model", mode="before")(with_family)
 

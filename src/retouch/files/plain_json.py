@@ -57,13 +57,13 @@ def first_object(text: str) -> dict[str, Any]:
     breaks.
 
     Raises:
-        ValueError: none, or not JSON from its brace on.
+        ValueError: none, not JSON from its brace on, or a key twice with different values.
     """
     start = text.find("{")
     if start < 0:
         raise ValueError(f"no JSON object: {text[:60]!r}")
     try:
-        return _whole(json.JSONDecoder(strict=False).raw_decode(text, start)[0], text)
+        return _whole(_decoder(False, False, True).raw_decode(text, start)[0], text)
     except RecursionError:
         raise ValueError("not JSON: nested too deep") from None
     except ValueError as error:

@@ -42,6 +42,7 @@ from retouch.observe.report import (
 )
 from retouch.observe.run_dir import read_config, read_metrics, reading_records
 from retouch.rewards.base import UNSCORED
+from retouch.rewards.judge import with_judge
 
 _GRID_EXAMPLES = 8
 
@@ -72,7 +73,8 @@ class RunRecord:
 
     @property
     def rewards(self) -> Record:
-        return self.config.get("rewards") or {}
+        """With what they have from the section `judge`."""
+        return with_judge(self.config).get("rewards") or {}
 
     @property
     def evaluation_data(self) -> Record:

@@ -61,6 +61,11 @@ def is_local(url: str) -> bool:
     return urlsplit(url).hostname in LOOPBACK
 
 
+def is_openai(address: str) -> bool:
+    """Whether an address is OpenAI's own, in any of its regions."""
+    return (urlsplit(address).hostname or "").endswith("api.openai.com")
+
+
 def retry_after_s(headers: Mapping[str, str]) -> float:
     """Retry-After of a reply in seconds, which may be given in milliseconds or as a date; 0 for an invalid value."""
     for name, unit in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):

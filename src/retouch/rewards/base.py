@@ -40,7 +40,7 @@ NO_NETWORK = "this scorer has no network and runs on the CPU; leave device out"
 UNSCORED = (
     "weight", "gradient_weight", "role", "transform", "noise", "min_group_std", "url", "device", "threads",
     "images_per_forward", "concurrency", "timeout_s", "requests_per_minute", "tokens_per_minute", "budget_requests",
-    "budget_tokens", "budget_dollars", "price_in", "price_out", "key_header",
+    "budget_tokens", "budget_dollars", "price_in", "price_out", "key_header", "from_judge",
 )  # fmt: skip
 """Keys of an entry that do not change its scores, of every scorer."""
 

@@ -122,8 +122,8 @@ def fetch(client: httpx.Client, method: str, url: str, deadline: float, body: Ma
     """One reply of at most `MOST_BYTES`.
 
     Args:
-        deadline: on the clock of `time.monotonic`, for the whole reply: a server that sends one byte per second does
-            not hold the caller. A connection is accepted within `CONNECT_S`.
+        deadline: on the clock of `time.monotonic`, for the whole reply: a server that sends one byte of its body per
+            second does not hold the caller. A connection is accepted within `CONNECT_S`.
 
     Raises:
         BrokenReply: compressed (a few bytes could become gigabytes), or longer.

@@ -1,4 +1,5 @@
-"""Two fixed images that every scorer can score: compared between servers, and in probes during a run."""
+"""Two fixed images that the scorers can score: compared between servers, and in probes during a run. `anytext` fails on
+them, because lines with places would change what `ocr_lines` reads."""
 
 from __future__ import annotations
 
@@ -7,15 +8,20 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from retouch.rewards.protocol import RewardItem
-from retouch.types import Outcome, Score
+from retouch.types import Failure, Outcome, Score
 
 
 def golden_items() -> list[RewardItem]:
     """The two images with everything that a scorer may need."""
     metadata = {
         "completion": "<think>It shall be plain.</think>A grey wall with one word on it, in gold, seen from the front.",
+        "edit_type": "replace",
         "finished": True,
+        "include": [{"class": "bench", "count": 1}],
         "knowledge_graph": {"elements": ["wall", "word"], "dependencies": ["Contains(wall, word)"]},
+        "other_prompts": ["The text is 'SILVER'."],
+        "source_text": "SILVER",
+        "tag": "single_object",
         "text": "GOLD",
     }
     items: list[RewardItem] = []
@@ -30,16 +36,21 @@ def golden_items() -> list[RewardItem]:
 
 
 def disagreements(found: Mapping[str, Mapping[str, Sequence[Outcome]]], tolerance: float = 1e-3) -> list[str]:
-    """Warnings about servers whose scores of the same images differ by more than rounding and batching explain."""
+    """Warnings about servers whose scores of the same images differ by more than rounding and batching explain, or that
+    have none to compare."""
     problems: list[str] = []
-    (first, reference), *others = found.items()
-    for url, columns in others:
-        for name, column in columns.items():
-            pairs = [
-                (a.value, b.value)
-                for a, b in zip(reference[name], column, strict=True)
-                if isinstance(a, Score) and isinstance(b, Score)
-            ]
+    for name in next(iter(found.values())):
+        values = {url: [o.value if isinstance(o, Score) else None for o in told[name]] for url, told in found.items()}
+        scored = {url: column for url, column in values.items() if any(value is not None for value in column)}
+        if silent := [url for url in values if url not in scored]:
+            failure = next(outcome for outcome in found[silent[0]][name] if isinstance(outcome, Failure))
+            problems.append(
+                f"{name}: {', '.join(silent)} cannot score the golden images ({failure.code}: {failure.message}): "
+                "whether all servers hold the same model is not known"
+            )
+        for url, column in list(scored.items())[1:]:
+            first, reference = next(iter(scored.items()))
+            pairs = [(a, b) for a, b in zip(reference, column, strict=True) if a is not None and b is not None]
             apart = max((abs(a - b) / max(1.0, abs(a), abs(b)) for a, b in pairs), default=0.0)
             if apart > tolerance:
                 problems.append(

@@ -81,7 +81,9 @@ class PixelReward:
                 raise
             except Exception as error:  # a backward of foreign code
                 return raised(self.name, error)
-        return torch.zeros_like(image) if found is None else found
+        if found is None:  # of parameters that require one, for example
+            return Failure("scorer_error", f"{self.name} returned a value that does not depend on the pixels")
+        return found
 
 
 def pixel_rewards(table: RewardTable, weights: Mapping[str, float]) -> list[PixelReward]:

@@ -19,6 +19,10 @@ MAX_REWARDS = 64
 """Maximum number of reward names of a request: each has an outcome for each item."""
 
 
+MOST_DEADLINE_MS = 24 * 3600 * 1000
+"""Longest deadline of a request; a client that waits longer names this one."""
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, cache_strings="keys")
 
@@ -51,7 +55,7 @@ class WireItem(Message):
 class ScoreRequest(Message):
     protocol: int
     request_id: Annotated[str, Field(min_length=1, max_length=200)]
-    deadline_ms: Annotated[int, Field(gt=0, le=24 * 3600 * 1000)]
+    deadline_ms: Annotated[int, Field(gt=0, le=MOST_DEADLINE_MS)]
     """Time the client waits, from when the server receives the request; later work is dropped."""
     rewards: Annotated[list[RewardName], Field(min_length=1, max_length=MAX_REWARDS)]
     items: Annotated[list[WireItem], Field(min_length=1, max_length=MAX_ITEMS)]

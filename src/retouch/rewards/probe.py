@@ -20,7 +20,7 @@ from retouch.imaging.reading import open_image, to_rgb
 from retouch.rewards.addresses import reward_token
 from retouch.rewards.client.client import RewardClient, percentile
 from retouch.rewards.client.endpoints import resolve_urls
-from retouch.rewards.client.status import Status, readiness
+from retouch.rewards.client.servers import Status, readiness
 from retouch.rewards.devices import numbered, require
 from retouch.rewards.protocol import CheckedScorer, RewardItem
 from retouch.rewards.scorers import make_scorer

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -186,6 +186,32 @@ def _json(value: Mapping[str, Any]) -> str:
     text = json.dumps(dict(value), allow_nan=False, ensure_ascii=False)
     text.encode()  # half of a surrogate pair is valid in a Python str, but not in UTF-8
     return text
+
+
+def fields_of(item: RewardItem, put: Callable[[Pixels], Any]) -> dict[str, Any]:
+    """An item as JSON values: in place of each of its images, what `put` returns for it."""
+    images = {name: put(pixels) for name in PICTURES if (pixels := getattr(item, name)) is not None}
+    return {"id": item.id, "prompt": item.prompt, "group": item.group, "metadata": dict(item.metadata), **images}
+
+
+def item_of(fields: Mapping[str, Any], image_at: Callable[[Any, str], Pixels]) -> RewardItem:
+    """The item of such values.
+
+    Args:
+        image_at: the image of a value, and of a field of the item.
+    """
+    images = {name: image_at(fields[name], name) for name in PICTURES if fields.get(name) is not None}
+    return RewardItem(fields["id"], fields["prompt"], group=fields["group"], metadata=fields["metadata"], **images)
+
+
+def raw_bytes(pixels: Pixels) -> memoryview:
+    """The bytes of an image, row by row; not copied where they lie like this."""
+    return np.ascontiguousarray(pixels).reshape(-1).data
+
+
+def raw_pixels(data: bytes, shape: Sequence[int], offset: int = 0) -> Pixels:
+    """The image of this shape whose bytes begin at `offset`, not copied."""
+    return np.frombuffer(data, np.uint8, math.prod(shape), offset).reshape(shape)
 
 
 class CheckedScorer:

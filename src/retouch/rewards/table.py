@@ -288,7 +288,7 @@ class RewardTable:
         for place, backend in self._backends.items():
             if isinstance(backend, RewardClient):
                 s, names = backend.statistics, "+".join(n for n, p in self._places.items() if p == place)
-                found = {"retries": s.retries, "hedges": s.hedges, "cache_hits": s.cache_hits}
+                found = {"retries": s.retries, "cache_hits": s.cache_hits}
                 found |= {"revision_changes": backend.revisions.changes}
                 if s.latencies:
                     found |= {"latency_p50": s.latency(0.5), "latency_p95": s.latency(0.95)}

@@ -26,7 +26,7 @@ from retouch.imaging.masks import mask_levels
 from retouch.imaging.reading import as_shown, to_rgb
 from retouch.rewards.messages import PROTOCOL_VERSION, ScoreReply, ScoreRequest, WireItem
 from retouch.rewards.metadata import metadata_bytes
-from retouch.rewards.protocol import PICTURES, Pixels, RewardItem
+from retouch.rewards.protocol import Pixels, RewardItem, fields_of, item_of, raw_bytes, raw_pixels
 
 MAX_PIXELS = 64 * 1024 * 1024
 """Maximum of one image: 8192 x 8192."""
@@ -120,34 +120,19 @@ def encode_request(
     """Multipart parts of a request. Equal images (the source of a group) are sent once."""
     parts: dict[str, Part] = {}
 
-    def put(pixels: Pixels | None) -> str | None:
-        if pixels is None:
-            return None
+    def put(pixels: Pixels) -> str:
         name = hashlib.blake2b(repr(pixels.shape).encode() + pixels.tobytes(), digest_size=12).hexdigest()
         if name not in parts:
             body, content_type = encode_pixels(pixels, encoding)
             parts[name] = (name, body, content_type)
         return name
 
-    wire_items = [
-        WireItem(
-            id=item.id,
-            prompt=item.prompt,
-            image=put(item.image) or "",
-            mask=put(item.mask),
-            source=put(item.source),
-            reference=put(item.reference),
-            group=item.group,
-            metadata=dict(item.metadata),
-        )
-        for item in items
-    ]
     request = ScoreRequest(
         protocol=PROTOCOL_VERSION,
         request_id=request_id,
         deadline_ms=deadline_ms,
         rewards=list(rewards),
-        items=wire_items,
+        items=[WireItem(**fields_of(item, put)) for item in items],
     )
     manifest = request.model_dump_json(exclude_none=True).encode()
     return {"manifest": ("manifest", manifest, "application/json"), **parts}
@@ -161,7 +146,7 @@ def encode_pixels(pixels: Pixels, encoding: Encoding) -> tuple[bytes, str]:
         return buffer.getvalue(), "image/webp"
     height, width, *rest = pixels.shape
     channels = rest[0] if rest else 1
-    return np.ascontiguousarray(pixels).tobytes(), f"image/x-raw; height={height}; width={width}; channels={channels}"
+    return bytes(raw_bytes(pixels)), f"image/x-raw; height={height}; width={width}; channels={channels}"
 
 
 def parse_multipart(body: bytes, content_type: str, most: int) -> dict[str, tuple[bytes, str]]:
@@ -238,16 +223,16 @@ def _from_base64(text: str) -> bytes:
 
 
 def _decode_item(item: WireItem, decode: Callable[[str, Mode], Pixels]) -> RewardItem | str:
-    images: dict[str, Pixels | None] = {}
-    for field in PICTURES:
-        name: str | None = getattr(item, field)
+    def image_at(name: str, field: str) -> Pixels:
         try:
-            images[field] = None if name is None else decode(name, "L" if field == "mask" else "RGB")
+            return decode(name, "L" if field == "mask" else "RGB")
         except BrokenMessage as error:
-            return f"{field}: {error}"
-    image, mask, source, reference = (images[field] for field in PICTURES)
-    assert image is not None
-    return RewardItem(item.id, item.prompt, image, mask, source, reference, item.group, item.metadata)
+            raise BrokenMessage(f"{field}: {error}") from None
+
+    try:
+        return item_of(vars(item), image_at)
+    except BrokenMessage as error:
+        return str(error)
 
 
 def decode_pixels(body: bytes, content_type: str, mode: Mode, share: Share) -> Pixels:
@@ -293,18 +278,18 @@ def _decode_raw(body: bytes, content_type: str, mode: Mode, share: Share) -> Pix
     if len(body) != height * width * channels:
         raise BrokenMessage(f"raw image of {height} x {width} x {channels} has {len(body)} bytes")
     share.take(height, width)
-    pixels = np.frombuffer(body, np.uint8)
-    return pixels.reshape(height, width, 3) if channels == 3 else pixels.reshape(height, width)
+    return raw_pixels(body, (height, width, 3) if channels == 3 else (height, width))
 
 
 def parse_reply(body: bytes) -> ScoreReply:
     """A reply, validated strictly.
 
     Raises:
-        BrokenMessage: not JSON, a number that no float holds, half of a surrogate pair, or not the schema.
+        BrokenMessage: not JSON, a number that no float holds, half of a surrogate pair, a key that is there twice with
+            different values, or not the schema.
     """
     try:
-        return ScoreReply.model_validate(plain_json.loads(body, finite=True))
+        return ScoreReply.model_validate(plain_json.loads(body, finite=True, unique=True))
     except (ValueError, RecursionError) as error:  # pydantic's ValidationError is one
         problem = " ".join(problem_of(error).split())[:200]
         raise BrokenMessage(f"the reply is not of the protocol: {problem}") from None

@@ -172,7 +172,9 @@ def _common_rewards(runs: Mapping[str, Trained]) -> dict[str, Reward]:
     for run, trained in runs.items():
         for name, entry in trained.config.rewards.items():
             earlier, before = found.setdefault(name, (run, entry))
-            keys = scoring_differences(before.model_dump(mode="json"), entry.model_dump(mode="json"))
+            # with what they have from the section `judge`, which a dump leaves there
+            one, other = ({**each.model_dump(mode="json"), **each.scorer_options()} for each in (before, entry))
+            keys = scoring_differences(one, other)
             if keys:
                 raise ConfigError(
                     f"rewards.{name}: {earlier} and {run} define it differently ({', '.join(keys)}); rename the "

@@ -55,13 +55,13 @@ class ClipRPrecisionScorer(PackageScorer[ClipRPrecisionReward]):
         return [self._ranked(item) for item in items]
 
     def _ranked(self, item: RewardItem) -> Outcome:
-        own, others = item.prompt, other_prompts(item.metadata)
+        own, others = item.prompt, other_prompts(item.metadata, item.prompt)
         if isinstance(others, Failure):
             return others
         towers = self._towers
         assert towers is not None
         seen = towers.of_images([item.image])[0]
-        cosines = [float(seen @ self._embedded(text)) for text in (own, *(text for text in others if text != own))]
+        cosines = [float(seen @ self._embedded(text)) for text in (own, *others)]
         if not all(map(math.isfinite, cosines)):  # no comparison with NaN holds: the rank would be 1
             return Failure("scorer_error", "the embedding of the image or of a prompt contains NaN or Inf")
         rank = rank_of_first(cosines)
@@ -82,10 +82,11 @@ def rank_of_first(cosines: Sequence[float]) -> int:
     return 1 + sum(other > cosines[0] for other in cosines[1:])
 
 
-def other_prompts(metadata: Mapping[str, Any]) -> list[str] | Failure:
-    """The prompts that compete with an item's own."""
+def other_prompts(metadata: Mapping[str, Any], own: str) -> list[str] | Failure:
+    """The prompts that compete with an item's own; a failure without any, because the rank among none is 1."""
     given = metadata.get(OTHERS)
     listed = cast("list[Any]", given) if isinstance(given, list) else []
     if not 0 < len(listed) <= _MOST or not all(isinstance(text, str) for text in listed):
         return Failure("bad_item", f"metadata.{OTHERS} must be a list of 1 to {_MOST} texts")
-    return listed
+    others = [text for text in cast("list[str]", listed) if text != own]
+    return others or Failure("bad_item", f"metadata.{OTHERS} holds no text but the prompt itself")

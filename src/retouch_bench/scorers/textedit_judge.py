@@ -101,7 +101,7 @@ class TextEditJudgeReward(JudgeEntry):
         return self
 
     def advice(self, name: str) -> list[str]:
-        return [uncropped(name)] if self.crop == "mask_box" else []
+        return [*super().advice(name), *([uncropped(name)] if self.crop == "mask_box" else [])]
 
     def example_images(self) -> frozenset[str]:
         return self.required_images()
@@ -184,7 +184,7 @@ def read_published(text: str) -> list[int]:
     """
     fenced = _FENCED.fullmatch(text.strip())
     try:
-        found: Any = plain_json.loads(fenced[1] if fenced else text)
+        found: Any = plain_json.loads(fenced[1] if fenced else text, unique=True)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     scores = cast("Mapping[str, Any]", found).get("score") if isinstance(found, dict) else None

@@ -138,7 +138,7 @@ def _scores(text: str) -> Any:
     if start == -1 or end <= start:
         raise ValueError('there is no JSON object with "score" and "reasoning"')
     try:
-        found: Any = plain_json.loads(text[start:end], strict=False)
+        found: Any = plain_json.loads(text[start:end], strict=False, unique=True)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     if isinstance(found, dict) and "score" not in found:

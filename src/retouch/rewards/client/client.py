@@ -1,6 +1,6 @@
 """The client of reward servers: n items in, n outcomes out, in order, also when requests fail.
 
-One event loop in one background thread serves callers from any thread. `balance.py` chooses the server of a request;
+One event loop in one background thread serves callers from any thread. `servers.py` chooses the server of a request;
 transport errors, 408, 425, 429 and 5xx are retried, on another server if there is one, until the deadline and within
 the retry budget. For a reply without an answer each of the other servers is asked once. `exchange.py` is one request to
 one server, `revisions.py` the revisions that servers report.
@@ -26,11 +26,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from retouch.rewards.addresses import base_url, usable_token
-from retouch.rewards.client.balance import Balancer, RetryBudget, Server
 from retouch.rewards.client.cache import ScoreCache, cache_key
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.client.exchange import Columns, Exchange, Refusal
 from retouch.rewards.client.revisions import Revisions
+from retouch.rewards.client.servers import Balancer, RetryBudget, Server
 from retouch.rewards.foreign import CONNECT_S
 from retouch.rewards.protocol import RewardItem, malformed
 from retouch.types import Failure, Outcome, Score
@@ -54,7 +54,6 @@ class ClientStatistics:
     requests: int = 0
     attempts: int = 0
     retries: int = 0
-    hedges: int = 0
     cache_hits: int = 0
     scores: Counter[str] = field(default_factory=Counter[str])
     failures: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter[str]))
@@ -224,31 +223,35 @@ class RewardClient:
         return columns
 
     async def _score_sound(self, items: list[RewardItem]) -> Columns:
-        """Outcomes from the cache for items with every reward there, for the others from the servers."""
+        """Outcomes from the cache where they are there, the others from the servers."""
         revisions = await self._one_revision_each() if self._cache is not None and items else None
         if revisions is None or self._cache is None:
-            return await self._score_chunks(items)
+            return await self._score_chunks(items, self.rewards)
         keys = await asyncio.to_thread(
-            lambda: [[cache_key(item, name, revisions[name]) for name in self.rewards] for item in items]
+            lambda: [{name: cache_key(item, name, revisions[name]) for name in self.rewards} for item in items]
         )
         try:
-            known = await asyncio.to_thread(self._cache.get, [key for row in keys for key in row])
+            known = await asyncio.to_thread(self._cache.get, [key for row in keys for key in row.values()])
         except sqlite3.Error as error:
             logger.warning("the cache of scores cannot be read: %s", error)
             known = {}
-        missing = [i for i, row in enumerate(keys) if not all(key in known for key in row)]
+        missing: dict[tuple[str, ...], list[int]] = {}  # a known score may have had a price: only the others are asked
+        for i, row in enumerate(keys):
+            if names := tuple(name for name, key in row.items() if key not in known):
+                missing.setdefault(names, []).append(i)
         asked = time.monotonic()
-        self.statistics.cache_hits += len(items) - len(missing)
-        fresh = await self._score_chunks([items[i] for i in missing])
+        self.statistics.cache_hits += len(items) - sum(map(len, missing.values()))
         found: dict[bytes, Outcome] = dict(known)
-        for column, name in enumerate(self.rewards):
-            found.update(zip((keys[i][column] for i in missing), fresh[name], strict=True))
+        requests = (self._score_chunks([items[i] for i in rows], names) for names, rows in missing.items())
+        for rows, fresh in zip(missing.values(), await asyncio.gather(*requests), strict=True):
+            for name, column in fresh.items():
+                found.update(zip((keys[i][name] for i in rows), column, strict=True))
         if not self.revisions.others_since(asked, revisions):
             try:
                 await asyncio.to_thread(self._cache.put, {k: o for k, o in found.items() if k not in known})
             except sqlite3.Error as error:  # a full disk: the scores themselves are not lost
                 logger.warning("scores are not kept: %s", error)
-        return {name: [found[row[column]] for row in keys] for column, name in enumerate(self.rewards)}
+        return {name: [found[row[name]] for row in keys] for name in self.rewards}
 
     async def _one_revision_each(self) -> dict[str, str] | None:
         """Revision by reward, of the servers that are not gone; None if they differ."""
@@ -256,19 +259,19 @@ class RewardClient:
             self.revisions.learn(await self._info())
         return self.revisions.one_each({s.url for s in self._balancer.servers if not s.sound})
 
-    async def _score_chunks(self, items: list[RewardItem]) -> Columns:
+    async def _score_chunks(self, items: list[RewardItem], rewards: Sequence[str]) -> Columns:
         size = self.options.batch_size
         chunks = [items[i : i + size] for i in range(0, len(items), size)]
         asked = time.monotonic()
 
         async def in_turn(chunk: list[RewardItem]) -> Columns:
             async with self._turns:
-                return await self._score_chunk(chunk, asked)
+                return await self._score_chunk(chunk, rewards, asked)
 
         replies = await asyncio.gather(*(in_turn(chunk) for chunk in chunks))
-        return {name: [outcome for reply in replies for outcome in reply[name]] for name in self.rewards}
+        return {name: [outcome for reply in replies for outcome in reply[name]] for name in rewards}
 
-    async def _score_chunk(self, items: list[RewardItem], asked: float) -> Columns:
+    async def _score_chunk(self, items: list[RewardItem], rewards: Sequence[str], asked: float) -> Columns:
         """One request with its retries; ids on the wire are positions: callers may repeat ids. Another server is asked
         for the rewards that have no answer yet alone: the others may have a price.
 
@@ -280,7 +283,7 @@ class RewardClient:
         request_id, failed = uuid.uuid4().hex, list[Server]()
         unanswered: dict[Server, Columns] = {}
         answered: Columns = {}
-        wanted = self.rewards
+        wanted = rewards
         refusal = Refusal(Failure("unavailable", "no server answered", retryable=True))
         self.statistics.requests += 1
         for attempt in itertools.count():
@@ -293,16 +296,15 @@ class RewardClient:
                 self._budget.request(now)
             request = _Request(numbered, wanted, request_id, deadline)
             self._try_beside(server, request)
-            replies = await self._attempt_or_hedge(server, request, unanswered)
-            for server, reply in replies.items():
-                if not isinstance(reply, Refusal):
-                    self.statistics.latencies.append(time.monotonic() - asked)
-                    return answered | reply
-                refusal = reply
-                if reply.final:
-                    unanswered[server] = reply.outcomes(wanted, len(items))
-                    answered |= reply.answered()
-            wanted = [name for name in self.rewards if name not in answered]
+            reply = await self._begin(server, request)
+            if not isinstance(reply, Refusal):
+                self.statistics.latencies.append(time.monotonic() - asked)
+                return answered | reply
+            refusal = reply
+            if reply.final:
+                unanswered[server] = reply.outcomes(wanted, len(items))
+                answered |= reply.answered()
+            wanted = [name for name in rewards if name not in answered]
             if not wanted:  # two servers answered some each
                 return answered
             if refusal.final:
@@ -367,34 +369,6 @@ class RewardClient:
             self._beside.add(attempt)  # the loop itself keeps only weak references
             attempt.add_done_callback(self._beside.discard)
 
-    async def _attempt_or_hedge(
-        self, server: Server, request: _Request, unanswered: Collection[Server]
-    ) -> dict[Server, Columns | Refusal]:
-        """Ask a server, and after `hedge_after_s` a second one as well -> the first good answer, or every refusal, by
-        its server."""
-        first = self._begin(server, request)
-        if self.options.hedge_after_s is None or len(self.urls) == 1:
-            return {server: await first}
-        await asyncio.wait([first], timeout=self.options.hedge_after_s)
-        other = None if first.done() else self._balancer.choose(time.monotonic(), [server], never=unanswered)[0]
-        if other is None or other is server or not self._budget.take(time.monotonic()):
-            return {server: await first}
-        other.sent(time.monotonic())
-        self.statistics.hedges += 1
-        tasks = {first: server, self._begin(other, request): other}
-        try:
-            while True:
-                await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
-                replies = {where: task.result() for task, where in tasks.items() if task.done()}
-                good: dict[Server, Columns | Refusal] = {
-                    where: reply for where, reply in replies.items() if not isinstance(reply, Refusal)
-                }
-                if good or len(replies) == len(tasks):
-                    return good or replies
-        finally:
-            for task in tasks:
-                task.cancel()
-
     def _begin(self, server: Server, request: _Request) -> asyncio.Task[Columns | Refusal]:
         """Start an attempt. It stops counting as open at the server even if it is cancelled before it begins."""
 
@@ -413,11 +387,7 @@ class RewardClient:
         # of several servers, one that never answers cannot use all of the time
         share = left if len(self.urls) == 1 else max(left / 2, min(left, _LEAST_S))
         self.statistics.attempts += 1
-        try:
-            reply = await self._exchange.ask(server.url, request.items, request.rewards, request.id, started + share)
-        except asyncio.CancelledError:
-            server.overtaken(time.monotonic() - started)
-            raise
+        reply = await self._exchange.ask(server.url, request.items, request.rewards, request.id, started + share)
         now = time.monotonic()
         alone = len(self.urls) == 1
         if isinstance(reply, Refusal) and reply.columns is not None and alone:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from retouch.config.base import Count, NonNegative, Positive, Section, Unit
-from retouch.rewards.client.balance import Balance
+
+Balance = Literal["least_outstanding", "round_robin"]
 
 COLLECTIVE_S = 7200.0
 """Minimum timeout of a collective; NCCL's default of ten minutes is less than writing a large checkpoint takes."""
@@ -15,6 +17,8 @@ COLLECTIVE_S = 7200.0
 
 class RewardClientConfig(Section):
     """How the run talks to reward servers."""
+
+    RETIRED: ClassVar[Mapping[str, object]] = {"hedge_after_s": None}
 
     timeout_s: Positive = 60.0
     """Deadline of one request in seconds, retries included."""
@@ -35,9 +39,6 @@ class RewardClientConfig(Section):
     each in turn."""
     requests_per_server: Count = 4
     """Open requests per server; further requests wait in the client for the first free server."""
-    hedge_after_s: Positive | None = None
-    """Send the request to a second server as well if the first has not answered after this many seconds; null never
-    does."""
     probe_every: Annotated[int, Field(ge=0)] = 0
     """Epochs between probes: the same two images are scored again and compared with their scores at the start of the
     run. 0 disables probes; a paid judge charges for them."""

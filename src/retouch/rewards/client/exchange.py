@@ -20,9 +20,9 @@ import httpx
 
 from retouch.files import plain_json
 from retouch.rewards.addresses import TOKEN_VARIABLE, is_local, retry_after_s
-from retouch.rewards.client.status import status_of
+from retouch.rewards.client.servers import status_of
 from retouch.rewards.foreign import CONNECT_S, no_cookies, one_line, plain_detail
-from retouch.rewards.messages import ScoreReply, WireScore
+from retouch.rewards.messages import MOST_DEADLINE_MS, ScoreReply, WireScore
 from retouch.rewards.protocol import RewardItem, within
 from retouch.rewards.wire import BrokenMessage, encode_request, parse_reply
 from retouch.types import Failure, Outcome, Score
@@ -133,7 +133,7 @@ class Exchange:
         """Score items whose ids are their positions by some of the rewards; `until` is on the clock of
         `time.monotonic`."""
         started = time.monotonic()
-        deadline_ms = max(1, int((until - started) * 1000))
+        deadline_ms = min(MOST_DEADLINE_MS, max(1, int((until - started) * 1000)))
         files = await asyncio.to_thread(encode_request, items, rewards, request_id, deadline_ms)
         left = max(0.0, until - time.monotonic())
         reached = True
@@ -248,6 +248,9 @@ class Exchange:
             ids = [outcome.id for outcome in reply.items]
             if len(ids) != count or set(ids) != set(range(count)):
                 raise BrokenMessage(f"{count} items were requested; the reply has {len(ids)}, or other ids")
+            unnamed = {name for one in reply.items for name in one.scores} & set(rewards) - reply.scorers.keys()
+            if unnamed:  # it would have no range, and the cache would keep it under the last revision
+                raise BrokenMessage(f"the reply scores {min(unnamed)} and does not name its revision")
         except BrokenMessage as error:
             return self._bad_reply(url, error, rewards, count)
         revisions = {name: scorer.revision for name, scorer in reply.scorers.items() if name in self._rewards}

@@ -18,10 +18,11 @@ from typing import Any, Literal, cast
 from retouch.config.base import Count, NonNegative
 from retouch.errors import shown
 from retouch.files import plain_json
+from retouch.rewards.addresses import is_openai
 from retouch.rewards.base import Question
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
-from retouch.rewards.scorers.judge_client import image_part, is_openai
+from retouch.rewards.scorers.judge_client import image_part
 from retouch.rewards.scorers.judge_replies import read_by
 from retouch.rewards.scorers.judged import AnswerError, JudgeEntry, JudgeScorer, whole
 from retouch.types import Failure, Outcome, Score
@@ -112,7 +113,7 @@ def read_scores(text: str, count: int = 2, most: float = RANGE) -> list[float]:
     """
     fenced = _FENCED.fullmatch(text.strip())
     try:
-        found: Any = plain_json.loads(fenced[1].strip() if fenced else text)
+        found: Any = plain_json.loads(fenced[1].strip() if fenced else text, unique=True)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}; given {text[:60]!r}") from None
     if not isinstance(found, dict) or "score" not in found:

@@ -183,17 +183,27 @@ class Budget:
 
 
 def share_budgets(scorers: Mapping[str, object], folder: Path | None) -> None:
-    """Let the judges among scorers count in folders of their names what all processes of a run spend.
+    """Let the judges among scorers count in folders of their names what all processes of a run spend; those of the
+    section `judge` count together.
 
     Args:
         folder: None is that of the run that started this process; without one every process counts alone.
     """
     given = os.environ.get(SPENDING_VARIABLE)
     folder = folder or (Path(given) if given else None)
+    common: Budget | None = None
     for name, scorer in scorers.items():
-        budget = getattr(scorer, "budget", None)
-        if folder is not None and isinstance(budget, Budget):
-            budget.share(folder / f"{quote(name, safe='')[:100]}.d")  # a name may be ".."
+        judge: Any = scorer
+        if not isinstance(getattr(scorer, "budget", None), Budget):
+            continue
+        shares = getattr(getattr(scorer, "options", None), "shares_budget", False)
+        if shares and common is not None:
+            judge.budget = judge.judge.budget = common
+            continue
+        if folder is not None:
+            # a name may be "..", and none is "judge%" once it is quoted
+            judge.budget.share(folder / ("judge%.d" if shares else f"{quote(name, safe='')[:100]}.d"))
+        common = judge.budget if shares else common
 
 
 def _tokens(number: object) -> int:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 from PIL import Image
 
-from retouch.rewards.addresses import base_and_query, is_local, secret_of
+from retouch.rewards.addresses import base_and_query, is_local, is_openai, secret_of
 from retouch.rewards.foreign import BrokenReply, Reply, fetch, no_cookies, one_line
+from retouch.rewards.judge import AUTO, DEFAULT_MODEL
 from retouch.rewards.protocol import Pixels
 from retouch.rewards.scorers.judge_budget import Budget as Budget
 from retouch.rewards.scorers.judge_budget import BudgetSpent as BudgetSpent
@@ -38,11 +38,6 @@ _jitter = random.Random()
 Encoding = Literal["png", "jpeg"]
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-AUTO = "auto"
-DEFAULT_MODEL = "gpt-4o-2024-11-20"
-"""Model of AUTO at OpenAI: the judge of the published Complex-Edit scores."""
-DEFAULT_PRICES = (2.5, 10.0)
-"""List prices of DEFAULT_MODEL in 2026, in dollars per million tokens of questions and of answers."""
 _BILLED_TRIES = 3  # of one question: replies without an answer that have a price
 _READ_BYTES = 65536  # of a reply, from which the key is removed before it is cut for a message
 _MOST_SERVED = 16  # names of the served model; more would mean that the name changes with every reply
@@ -344,11 +339,6 @@ class JudgeClient:
     def _redacted(self, text: str) -> str:
         """The text as one line without the key, which a server may echo."""
         return one_line(text, self._key)
-
-
-def is_openai(address: str) -> bool:
-    """Whether an address is OpenAI's own, in any of its regions."""
-    return (urlsplit(address).hostname or "").endswith("api.openai.com")
 
 
 def has_key() -> bool:

@@ -9,28 +9,24 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from retouch.config.base import Count, Names, NonNegative, Positive
 from retouch.errors import ConfigError, RewardOutage, shown
 from retouch.files import plain_json
-from retouch.rewards.addresses import is_local
+from retouch.rewards.addresses import is_local, is_openai
 from retouch.rewards.base import PackageScorer, Question, RewardEntry
-from retouch.rewards.protocol import RewardItem
+from retouch.rewards.judge import COMMON, JudgeConfig
+from retouch.rewards.protocol import RewardItem, raised
 from retouch.rewards.scorers.judge_client import (
-    AUTO,
-    DEFAULT_MODEL,
-    DEFAULT_PRICES,
     KEY_VARIABLE,
     Budget,
     BudgetSpent,
     JudgeClient,
     JudgeError,
     has_key,
-    is_openai,
 )
 from retouch.rewards.scorers.judge_replies import read_by, text_of
 from retouch.types import Failure, Outcome
@@ -41,64 +37,29 @@ Task = TypeVar("Task")
 Answer = TypeVar("Answer")
 
 
-ADDRESS_VARIABLES = ("JUDGE_URL", "JUDGE_ADDRESS", "OPENAI_BASE_URL")
-"""Environment variables by which published run files read the address of a judge."""
-
-
-class JudgeEntry(RewardEntry):
-    """Options of the rewards of a judge behind an OpenAI-compatible endpoint."""
+class JudgeEntry(JudgeConfig, RewardEntry):
+    """Options of the rewards of a judge behind an OpenAI-compatible endpoint; section `judge` sets those of its own in
+    all of them."""
 
     licence = "of the model"
     unscored = frozenset({"model", "address", "prompts"})  # the revision names what is served and asked
     cpu_only = "the judge's model runs at the endpoint of `address`; leave device out"
 
-    model: str = ""
-    """Name of the model at the endpoint; required with url null or `auto`. "auto" is gpt-4o-2024-11-20 at OpenAI, and
-    elsewhere the only model that the endpoint lists."""
-    address: Annotated[str, Names("host", variables=ADDRESS_VARIABLES)] = "https://api.openai.com/v1"
-    """Address of the endpoint, with /v1, or with the query that it requires, like Azure's `?api-version=...`. OpenAI's
-    needs OPENAI_API_KEY in the environment."""
-    key_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None
-    """Header of the requests that holds the key of OPENAI_API_KEY, like Azure's "api-key"; null sends it as
-    `Authorization: Bearer KEY`."""
-    concurrency: Count = 8
-    """Maximum number of open questions."""
-    requests_per_minute: Positive | None = None
-    """Rate limit of the endpoint, shared by all judges of the process; null sets no limit."""
-    tokens_per_minute: Positive | None = None
-    """Token rate limit of the endpoint, shared in the same way."""
-    budget_requests: Count | None = None
-    """Maximum number of answered requests of a run, over all its processes and starts, in training and in evaluations;
-    a server that was started by hand counts its own. A question beyond it is a failure, and too many failures stop the
-    run, resumable. Questions that are open at that moment are still answered, and those that other processes begin in
-    the second before they read the common count."""
-    budget_tokens: Count | None = None
-    """Maximum number of tokens, in the same way."""
-    budget_dollars: Positive | None = None
-    """Maximum cost in dollars by the two prices, in the same way."""
-    price_in: NonNegative = 0.0
-    """Dollars per million tokens of questions. With both prices left out, those of the default model at OpenAI are its
-    list prices, 2.5 and 10; another address costs nothing."""
-    price_out: NonNegative = 0.0
-    """Dollars per million tokens of answers."""
-    timeout_s: Positive = 180.0
-    """Deadline of one question in seconds, retries included: `concurrency` times what a busy judge takes for one
-    question, which is up to 20 s for a local judge."""
+    from_judge: list[str] = Field(default=[])
+    """Keys that the entry has from the section `judge`, which writes this; a stored run file has neither."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _known_prices(cls, value: object) -> object:
-        """The entry with the list prices of the default model at OpenAI where it has none: a budget in dollars must
-        act without them."""
-        if not isinstance(value, Mapping):
-            return value
-        entry = cast("Mapping[str, Any]", value)
-        where = entry.get("address", cls.model_fields["address"].default)
-        known = entry.get("model") in (AUTO, DEFAULT_MODEL) and isinstance(where, str) and is_openai(where)
-        made_here = entry.get("url") in (None, "auto")
-        if not known or not made_here or {"price_in", "price_out"} & entry.keys():
-            return value
-        return {**entry, "price_in": DEFAULT_PRICES[0], "price_out": DEFAULT_PRICES[1]}
+    @model_serializer(mode="wrap")
+    def _without_inherited(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what the section holds: a change of it then acts on a stored run, too."""
+        return {key: value for key, value in write(self).items() if key not in {*self.from_judge, "from_judge"}}
+
+    @property
+    def shares_budget(self) -> bool:
+        """Whether its limits are those of the section `judge`, for all entries together."""
+        return set(COMMON) <= set(self.from_judge)
+
+    def unused(self) -> frozenset[str]:
+        return super().unused() | frozenset(self.from_judge)
 
     def questions(self, group_size: int) -> tuple[Question, ...]:
         return (self._question(),)
@@ -191,11 +152,9 @@ class JudgeScorer(PackageScorer[Judged]):
     def __init__(self, options: Judged, *depends_on: Any, protocol: str | None = None) -> None:
         o = self.options = options
         self._protocol = protocol or o.scorer
-        self.budget = Budget(o.budget_requests, o.budget_tokens, o.budget_dollars, o.price_in, o.price_out)
+        self.budget = Budget(**o.limits())
         try:
-            self.judge = JudgeClient(
-                o.address, o.model, self.budget, o.requests_per_minute, o.tokens_per_minute, o.timeout_s, o.key_header
-            )
+            self.judge = JudgeClient(budget=self.budget, **o.connection())
         except ConfigError as error:  # the key
             raise ConfigError(f"reward {o.scorer!r}: {error}") from None
         except ValueError as error:
@@ -222,7 +181,8 @@ class JudgeScorer(PackageScorer[Judged]):
         """Ask a first question: missing abilities of the endpoint are reported before the run starts.
 
         Raises:
-            ConfigError: no such model, a wrong key, an account without quota, or answers that are not of the protocol.
+            ConfigError: no such model, a wrong key, an account without quota, answers that are not of the protocol, or
+                a budget of what the endpoint does not report.
             RewardOutage: it cannot answer at the moment, or its address accepts no connection.
         """
         grey = np.full((64, 64, 3), 127, np.uint8)
@@ -236,7 +196,24 @@ class JudgeScorer(PackageScorer[Judged]):
             if isinstance(error, JudgeError) and error.retryable:
                 raise RewardOutage(f"{where}; start again when the judge answers") from None
             raise ConfigError(where) from None
+        self._require_counted()
         self._name_judge()
+
+    def _require_counted(self) -> None:
+        """Raise ConfigError for a limit of tokens or money at an endpoint that reports none: it would never end."""
+        o = self.options
+        limits = {
+            "budget_tokens": o.budget_tokens,
+            "budget_dollars": o.budget_dollars if o.price_in + o.price_out else None,
+        }
+        if any(self.budget.spent[1:]):
+            return
+        for name, limit in limits.items():
+            if limit is not None:
+                raise ConfigError(
+                    f"reward {o.scorer!r}: {name}: given {limit:g}, but {self.judge.address} reports no tokens (usage) "
+                    "with its answers, which the budget counts; set budget_requests instead"
+                )
 
     @abstractmethod
     def _first_question(self, item: RewardItem) -> object:
@@ -260,8 +237,10 @@ class JudgeScorer(PackageScorer[Judged]):
                 return Failure("budget_spent", str(spent))
             except JudgeError as error:
                 return Failure("unavailable" if error.retryable else "scorer_error", str(error), error.retryable)
+            except Exception as error:  # raised, it would have the whole batch asked, and paid, again
+                return raised(self.spec.name, error)
 
-        with ThreadPoolExecutor(min(self.options.concurrency, len(tasks)), thread_name_prefix="judge") as pool:
+        with ThreadPoolExecutor(self.options.at_once(len(tasks)), thread_name_prefix="judge") as pool:
             answers = list(pool.map(one, tasks))
         self.budget.exchange()
         self._name_judge()

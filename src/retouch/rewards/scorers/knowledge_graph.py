@@ -86,7 +86,8 @@ def read_graph(value: object) -> KnowledgeGraph:
     return KnowledgeGraph(tuple(elements.values()), tuple(dependencies), tuple(skipped))
 
 
-_ANSWER = re.compile(r"[:：]\s*\[?(?P<answer>yes|no)\b", re.IGNORECASE)
+_ANSWER = re.compile(r"[:：]\s*\[?(?P<answer>yes|no)\b(?!\]?\s*(?:/|\||or\b))", re.IGNORECASE)
+"""A judge may repeat the form "name: yes/no" in place of an answer."""
 _NUMBER = re.compile(r"\d+\.\s*")
 
 MOST_ENTRIES = 1000

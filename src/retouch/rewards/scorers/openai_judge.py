@@ -31,6 +31,7 @@ _ANSWER = {
     "logprobs": f"Answer with one digit from 0 (not at all) to {_MOST} (perfectly) and nothing else.",
     "rubric": f'Answer with JSON: {{"score": integer from 0 (not at all) to {_MOST} (perfectly), "reason": text}}.',
 }
+_ROUNDING = 0.05  # of probabilities that an engine computes in 16 bits
 _SCHEMA = schema_of("verdict", {"reason": {"type": "string"}, "score": integer_schema(_MOST)})
 
 
@@ -111,6 +112,9 @@ def expectation(top: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -
     Args:
         top: `top_logprobs` of one position: [{"token", "logprob"}].
         values: token, in lower case and without white space, -> its value. Variants of a token are summed.
+
+    Raises:
+        ValueError: no log-probabilities: some endpoints write 0 for each token, and their mean would be a score.
     """
     mass: dict[str, float] = dict.fromkeys(values, 0.0)
     for entry in top:
@@ -118,4 +122,6 @@ def expectation(top: Sequence[Mapping[str, Any]], values: Mapping[str, float]) -
         if word in mass:
             mass[word] += math.exp(float(entry["logprob"]))
     total = sum(mass.values())
+    if not total <= 1 + _ROUNDING:
+        raise ValueError(f"probabilities that sum to {total:g}")
     return (sum(values[word] * p for word, p in mass.items()) / total if total > 0 else 0.0), total

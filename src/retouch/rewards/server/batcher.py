@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from retouch.rewards.client.cache import cache_key
 from retouch.rewards.protocol import PICTURES, RewardItem
-from retouch.rewards.server.scoring import LATE, Work
+from retouch.rewards.server.frames import LATE, Work
 from retouch.rewards.server.worker import Worker, WorkerLost
 from retouch.types import Failure, Outcome
 

@@ -15,9 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from retouch.rewards.protocol import PICTURES, Pixels, RewardItem
+from retouch.rewards.protocol import Pixels, RewardItem, fields_of, item_of, raw_bytes, raw_pixels
 from retouch.types import Failure, Outcome, Score
 
 _FIELDS = struct.Struct(">4sQQQI")
@@ -31,6 +29,26 @@ NO_BATCH = 0
 
 PULSE = {"pulse": True}
 """Message that the process returns at once, as a sign of life."""
+
+
+LATE = Failure("deadline", "the deadline passed before the item was scored", retryable=True)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Cost of a batch: reward -> calls of its scorer, and their seconds.
+
+    Attributes:
+        raising: rewards whose scorer raised for every item. A judge without an answer raises nothing: another process
+            would get none either, and count its budget from 0 again.
+    """
+
+    calls: Mapping[str, int]
+    seconds: Mapping[str, float]
+    raising: Sequence[str] = ()
+
+
+Scored = tuple[dict[str, list[Outcome]], Work]
 
 
 class BrokenFrame(Exception):
@@ -96,46 +114,21 @@ def read_message(head: Head, text: bytes, pixels: bytes) -> dict[str, Any]:
 def pack_items(items: Sequence[RewardItem]) -> tuple[list[dict[str, Any]], list[memoryview]]:
     """Items as JSON values that name their images by (offset, shape), and the bytes of the images; an image that
     several items share (the source of a group) is included once."""
-    places: dict[int, list[Any]] = {}
+    places: dict[int, list[int]] = {}
     chunks: list[memoryview] = []
-    offset = 0
-    rows: list[dict[str, Any]] = []
-    for item in items:
-        row: dict[str, Any] = {
-            "id": item.id, "prompt": item.prompt, "group": item.group, "metadata": dict(item.metadata)
-        }  # fmt: skip
-        for field in PICTURES:
-            pixels: Pixels | None = getattr(item, field)
-            if pixels is None:
-                continue
-            if id(pixels) not in places:
-                places[id(pixels)] = [offset, *pixels.shape]
-                chunks.append(np.ascontiguousarray(pixels).reshape(-1).data)
-                offset += len(chunks[-1])
-            row[field] = places[id(pixels)]
-        rows.append(row)
-    return rows, chunks
+
+    def put(pixels: Pixels) -> list[int]:
+        if id(pixels) not in places:
+            places[id(pixels)] = [sum(map(len, chunks)), *pixels.shape]
+            chunks.append(raw_bytes(pixels))
+        return places[id(pixels)]
+
+    return [fields_of(item, put) for item in items], chunks
 
 
 def unpack_items(rows: Sequence[Mapping[str, Any]], pixels: bytes) -> list[RewardItem]:
     """The items that `pack_items` packed."""
-    buffer = np.frombuffer(pixels, np.uint8)
-
-    def image_at(place: Sequence[int] | None) -> Pixels | None:
-        if place is None:
-            return None
-        offset, *shape = place
-        return buffer[offset : offset + int(np.prod(shape))].reshape(shape)
-
-    items: list[RewardItem] = []
-    for row in rows:
-        image = image_at(row["image"])
-        assert image is not None
-        mask, source, reference = (image_at(row.get(field)) for field in PICTURES[1:])
-        items.append(
-            RewardItem(row["id"], row["prompt"], image, mask, source, reference, row["group"], row["metadata"])
-        )
-    return items
+    return [item_of(row, lambda place, _: raw_pixels(pixels, place[1:], place[0])) for row in rows]
 
 
 def pack_outcome(outcome: Outcome) -> list[Any]:

@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 
 from retouch.files import plain_json
 from retouch.rewards.messages import (
+    MOST_DEADLINE_MS,
     PROTOCOL_VERSION,
     Message,
     ScoreReply,
@@ -52,7 +53,7 @@ class PlainRequest(Message):
     source: str | None = None
     reference: str | None = None
     metadata: dict[str, Any] = Field(default={})
-    deadline_ms: Annotated[int, Field(gt=0, le=24 * 3600 * 1000)] = _DEADLINE_MS
+    deadline_ms: Annotated[int, Field(gt=0, le=MOST_DEADLINE_MS)] = _DEADLINE_MS
     request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     weights: dict[Annotated[str, Field(min_length=1, max_length=200)], Weight] = Field(default={})
 

@@ -21,7 +21,7 @@ import httpx
 from retouch.errors import ConfigError
 from retouch.process.signals import ENDING
 from retouch.rewards.addresses import name_of
-from retouch.rewards.client.status import Status, readiness
+from retouch.rewards.client.servers import Status, readiness
 
 logger = logging.getLogger(__name__)
 

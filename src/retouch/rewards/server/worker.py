@@ -34,6 +34,8 @@ from retouch.rewards.server.frames import (
     NO_BATCH,
     PULSE,
     BrokenFrame,
+    Scored,
+    Work,
     pack,
     pack_items,
     parts_of,
@@ -42,7 +44,6 @@ from retouch.rewards.server.frames import (
     unpack_outcome,
 )
 from retouch.rewards.server.output import Allowance, pass_on
-from retouch.rewards.server.scoring import Scored, Work
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,24 @@
-"""Choice of the server of a request, circuit breakers, and the retry budget: no sockets, no clock of its own.
+"""Servers as a client sees them: whether one is ready, which one a request goes to, circuit breakers, and the retry
+budget.
 
-Everything here is used only from the client's event loop.
+Everything but `readiness` has neither sockets nor a clock of its own, and is used only from the client's event loop.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple, cast
 
-Balance = Literal["least_outstanding", "round_robin"]
+import httpx
+
+from retouch.files import plain_json
+from retouch.rewards.addresses import is_local, reward_token
+from retouch.rewards.client.config import Balance
+from retouch.rewards.foreign import BrokenReply, fetch, no_cookies, one_line
 
 BREAKER_FAILURES = 5
 """Consecutive failures after which the breaker of a server opens."""
@@ -71,10 +78,6 @@ class Server:
         self.failures = 0
         self.heard_at = now
         self.latency_s = seconds if self.latency_s is None else (1 - SMOOTHING) * self.latency_s + SMOOTHING * seconds
-
-    def overtaken(self, seconds: float) -> None:
-        """A request was cancelled: its answer would have taken longer."""
-        self.latency_s = max(self.latency_s or 0.0, seconds)
 
     @property
     def sound(self) -> bool:
@@ -248,3 +251,49 @@ class _Recent:
     def _forget(self, now: float) -> None:
         while self._counts and self._counts[0][1] <= now - self._window_s:
             self._all -= self._counts.popleft()[2]
+
+
+# --- whether a server is ready, asked once and without retries ---
+
+
+class Status(NamedTuple):
+    """A server's own word about its scorers. `problem`: why they failed to load, as one line."""
+
+    status: Literal["ready", "loading", "failed", "unknown"]
+    problem: str = ""
+
+
+def status_of(body: bytes, token: str | None) -> Status:
+    """The status in a reply of /readyz; "unknown" for one that is not of the protocol."""
+    try:
+        value: object = plain_json.loads(body)
+    except ValueError:
+        return Status("unknown")
+    told = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    if told.get("status") not in ("ready", "loading", "failed"):
+        return Status("unknown")
+    return Status(told["status"], one_line(str(told.get("problem") or ""), token))
+
+
+def readiness(url: str, timeout_s: float, *, direct: bool = False) -> Status:
+    """The status of /readyz.
+
+    Args:
+        timeout_s: for the whole reply.
+        direct: never through a proxy of the environment, which gets the token; so for addresses on loopback.
+
+    Raises:
+        httpx.RequestError, TimeoutError: no reply in time.
+    """
+    token = reward_token()
+    direct = direct or is_local(url)
+    with httpx.Client(
+        headers={"Authorization": f"Bearer {token}"} if token else {},
+        cookies=no_cookies(),
+        trust_env=not direct,
+        verify=not (direct and url.startswith("http://")),  # no TLS there: certificates take .1 s to load
+    ) as client:
+        try:
+            return status_of(fetch(client, "GET", f"{url}/readyz", time.monotonic() + timeout_s).body, token)
+        except BrokenReply:
+            return Status("unknown")
