@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from PIL.Image import Image
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.check import has_rl
+from retouch.config.training import has_rl
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import Dataset, all_embedded
 from retouch.disk import write_whole

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterable, Mapping, Set
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from retouch.algorithms.base import RlConfig, require_gradient
+from retouch.algorithms.base import RlConfig
 from retouch.config.base import Count, NonNegative
+from retouch.config.reads import ReadIf, Reading
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -17,15 +18,36 @@ class RewardGradientConfig(RlConfig):
     arXiv 2309.17400; DRTune, 2405.00760; ReFL, 2304.05977)."""
 
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"kl_weight"}
+    READS: ClassVar[Set[Reading]] = RlConfig.READS - {"solver"}
+    NEVER_READ: ClassVar[Mapping[str, str]] = {
+        "inner_epochs": "but the gradient of a reward is that of the weights that sampled the image; leave {name} out",
+        "combine": "but the gradient is that of the weighted sum of the rewards; leave {name} out",
+        "resample_rounds": "but no sample is compared with its group; leave {name} out",
+    }
     recipe: ClassVar[str] = "retouch.algorithms.reward_gradient.recipe:train"
 
     name: Literal["reward_gradient"] = "reward_gradient"
     trained_step: Literal["last", "random", "all"] = "last"
     """Denoising steps that are trained: the last one (DRaFT-1), a random one of each sample, or all (DRTune). The
     inputs of the network are constants: no chain of steps is differentiated."""
-    last_steps: Count | None = None
+    last_steps: Annotated[
+        Count | None,
+        ReadIf(
+            "`trained_step: random` and `all`",
+            lambda own: own.trained_step != "last",
+            "but algorithm.trained_step is 'last'; set trained_step=random or all, or leave last_steps out",
+        ),
+    ] = None
     """Number of last steps that "random" and "all" take from; null takes from the whole schedule."""
-    reward_at: Literal["final", "step"] = "final"
+    reward_at: Annotated[
+        Literal["final", "step"],
+        ReadIf(
+            "`trained_step: random` and `all`",
+            lambda own: own.trained_step != "last",
+            "but the prediction of the last step implies the final image; set algorithm.trained_step=random, or leave "
+            "reward_at out",
+        ),
+    ] = "final"
     """Image whose reward is differentiated: the final one, or the one that the prediction of the trained step implies
     (ReFL), which is decoded for every trained step. For the last step both are the same."""
     gradient_scale: Literal["rms", "none"] = "rms"
@@ -56,7 +78,6 @@ class RewardGradientConfig(RlConfig):
         return guided * run.rollout.num_steps + self.trained_steps(run) * (backward + (1 if self.kl_weight else 0))
 
     def warnings(self, run: RunConfig) -> Iterable[str]:
-        yield from super().warnings(run)
         steps, key = self.steps_per_pass(run, 1), run.optimizer.step_size_key
         if steps > 1:
             where = " on one process" if run.optimizer.global_batch_size is None else ""
@@ -66,41 +87,24 @@ class RewardGradientConfig(RlConfig):
             )
 
     def check(self, run: RunConfig, key: str = "") -> None:
-        for name, why in (
-            ("inner_epochs", "the gradient of a reward is that of the weights that sampled the image"),
-            ("combine", "the gradient is that of the weighted sum of the rewards"),
-            ("resample_rounds", "no sample is compared with its group"),
-        ):
-            if (given := getattr(self, name)) != type(self).model_fields[name].default:
-                raise ValueError(f"algorithm.{name}: given {given!r}, but {why}; leave {name} out")
         self._check_steps(run)
         for name, entry in run.rewards.items():
             if entry.role == "train" and entry.weight:
-                key = f"rewards.{name}"
-                require_gradient(key, entry, self.name, f"{key}.role=gold", f"{key}.weight=0")
-        super().check(run)
+                of = f"rewards.{name}"
+                entry.require_gradient(of, self.name, f"{of}.role=gold", f"{of}.weight=0")
+        super().check(run, key)
+
+    def unread(self, run: RunConfig, key: str, what: Reading) -> str:
+        if what == "solver":
+            return f"{self.name} differentiates first-order steps; leave solver out"
+        return super().unread(run, key, what)
 
     def _check_steps(self, run: RunConfig) -> None:
         steps, rollout = self.last_steps, run.rollout
-        if steps is not None and self.trained_step == "last":
-            raise ValueError(
-                f"algorithm.last_steps: given {steps}, but algorithm.trained_step is 'last'; set trained_step=random "
-                "or all, or leave last_steps out"
-            )
         if steps is not None and steps > rollout.num_steps:
             raise ValueError(
                 f"algorithm.last_steps: given {steps}, but rollout.num_steps is {rollout.num_steps}; set last_steps to "
                 f"at most {rollout.num_steps}"
-            )
-        if self.reward_at == "step" and self.trained_step == "last":
-            raise ValueError(
-                "algorithm.reward_at: given 'step', but the prediction of the last step implies the final image; set "
-                "algorithm.trained_step=random, or leave reward_at out"
-            )
-        if rollout.solver != "first_order":
-            raise ValueError(
-                f"rollout.solver: given {rollout.solver!r}, but {self.name} differentiates first-order steps; leave "
-                "solver out"
             )
         given = run.guidance_scale
         if run.model.forwards_of_guidance(given) > 1:
