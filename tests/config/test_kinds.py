@@ -177,7 +177,7 @@ def test_kept_and_unread_keys_are_options() -> None:
             for part in kind.__mro__:
                 options = getattr(part, "model_fields", {})
                 assert {*vars(part).get("KEPT", ())} <= {*options}, part
-                assert {*vars(part).get("READ_BY_ALL", ()), *vars(part).get("NEVER_READ", ())} <= {*options}, part
+                assert {*vars(part).get("READ_BY_ALL", ())} <= {*options}, part
                 assert {*vars(part).get("READS", ())} <= {*get_args(Reading)}, part
 
 

@@ -193,8 +193,8 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
         (
             ("algorithm.timestep_fraction=0.5", "rollout.window={size: 2}"),
             (
-                "algorithm.timestep_fraction: given 0.5, but rollout.window already selects the trained steps; leave "
-                "timestep_fraction at 1.0"
+                "algorithm.timestep_fraction: given 0.5 beside rollout.window; the window already selects the "
+                "trained steps; leave timestep_fraction at 1.0"
             ),
         ),
         (

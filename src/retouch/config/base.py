@@ -70,9 +70,6 @@ class Section(BaseModel):
     nothing; None: every algorithm reads them."""
     READ_BY_ALL: ClassVar[Set[str]] = frozenset()
     """Options that every algorithm reads all the same."""
-    NEVER_READ: ClassVar[Mapping[str, str]] = {}
-    """Inherited options that nothing reads in this kind of the section -> end of the message where one is given, as
-    `ReadIf.because`."""
 
     def check(self, run: RunConfig, key: str = "") -> None:
         """Reject options of this section that cannot work in this run: "key: given ...; expected ...; set ...". A rule

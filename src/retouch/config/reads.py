@@ -89,8 +89,6 @@ def reads_of(kind: type[BaseModel]) -> Mapping[str, tuple[Read, ...]]:
             marks = tuple(mark for mark in info.metadata if isinstance(mark, Read))
             if marks or name not in found:
                 found[name] = marks or _of_section(part, name)
-        for name, because in cast("Mapping[str, str]", vars(part).get("NEVER_READ", {})).items():
-            found[name] = (ReadIf("", lambda own: False, because),)
     return {name: marks for name, marks in found.items() if marks}
 
 

@@ -173,14 +173,7 @@ class EvaluationConfig(Section):
     """Images of each example, each with its own seed."""
     num_steps: SolverSteps | None = None
     """Solver steps; null is rollout.num_steps."""
-    weights: Annotated[
-        Literal["ema", "raw"] | None,
-        ReadIn(
-            "runs with an `ema` section",
-            lambda own, run: own.weights != "ema" or run.ema is not None,
-            "but there is no ema section; set ema.decay=0.999, or evaluation.weights=raw",
-        ),
-    ] = None
+    weights: Literal["ema", "raw"] | None = None
     """Weights to evaluate, in the run and by `retouch eval` and `sample`: the EMA weights, or the raw trained ones.
     Null takes the EMA weights if the run file has an ema section."""
     on_gold_fall: Annotated[
@@ -197,6 +190,12 @@ class EvaluationConfig(Section):
     resumable (exit 3)."""
     grid_examples: Annotated[int, Field(ge=0)] = 8
     """Examples shown in the image grids."""
+
+    def check(self, run: RunConfig, key: str = "") -> None:
+        if self.weights == "ema" and run.ema is None:
+            raise ValueError(
+                f"{key}.weights: given 'ema', but there is no ema section; set ema.decay=0.999, or {key}.weights=raw"
+            )
 
     def check_trainable(self, run: RunConfig, key: str = "") -> None:
         for name in sorted(COLUMNS & run.rewards.keys()):

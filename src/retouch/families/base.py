@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
@@ -17,10 +18,12 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     field_validator,
 )
+from pydantic_core import to_jsonable_python
 
 from retouch.config.base import Count, NonNegative, Positive, Section, Text, Unit
 from retouch.config.reads import ReadBy, ReadIf, ReadIn
 from retouch.families import FAMILIES
+from retouch.files.model_files import Damaged, json_object
 from retouch.registry import Chosen
 from retouch.types import Prediction
 
@@ -463,9 +466,20 @@ class ModelSection(Section):
 
     @property
     def has_released_sizes(self) -> bool:
-        """Whether the network has the sizes of `spec.released`, as far as the run file states: a folder is taken for a
-        copy of the released model."""
-        return self.path != "tiny"
+        """Whether the network has the sizes of `spec.released`. A folder on this machine says so by its config; another
+        path is taken for that of a released model."""
+        if self.path == "tiny":
+            return False
+        name, other = self.spec.network_name, self.transformer
+        folder = Path((other or self).path).expanduser()
+        if not folder.is_dir():
+            return True
+        try:
+            config = json_object(folder / (name if other is None else other.subfolder or "") / "config.json")
+        except Damaged:
+            return False
+        sizes = to_jsonable_python(self.spec.released.get(name, {}))
+        return all(config.get(key, size) == size for key, size in sizes.items())
 
     def text_tokens(self, size: tuple[int, int]) -> int:
         """Text tokens of a sample in the network; where they follow the prompt, those of one of `PROMPT_TOKENS`."""

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field
 
 from retouch.config.base import Count, Names, NonNegative, Section, Text, Unit
 from retouch.config.errors import nearest
-from retouch.config.reads import ReadBy, ReadIf
+from retouch.config.reads import ReadBy, ReadIf, is_given
 from retouch.errors import RetouchError
 from retouch.registry import Chosen
 from retouch.rewards import REWARDS
@@ -320,10 +320,10 @@ class RewardEntry(Section):
                 f"or set {remedy}"
             )
         for name in ("gated_by", "transform", "min_group_std"):
-            if (given := getattr(self, name)) != type(self).model_fields[name].default:
+            if is_given(self, name):
                 raise ValueError(
-                    f"{key}.{name}: given {given!r}, but {algorithm} trains on the gradient of the value itself; leave "
-                    f"{name} out, or set {without}"
+                    f"{key}.{name}: given {getattr(self, name)!r}, but {algorithm} trains on the gradient of the value "
+                    f"itself; leave {name} out, or set {without}"
                 )
 
     def _check_whole_groups(self, run: RunConfig, key: str) -> None:

@@ -11,7 +11,7 @@ from pydantic import Field
 from retouch.algorithms.base import AdvantageConfig, RlConfig
 from retouch.config.base import NonNegative, Positive
 from retouch.config.derived import stochastic_steps, window_starts
-from retouch.config.reads import ReadIf, ReadIn, Reading
+from retouch.config.reads import ReadIf, Reading
 from retouch.core.rules import STEP_RULES, StepRule, rules_of
 from retouch.families import FAMILIES
 
@@ -77,15 +77,7 @@ class GrpoConfig(AdvantageConfig):
     step_weight: Literal["none", "std"] = "none"
     """"std" weighs a trained step by its std over the mean of the steps but the last (TempFlow-GRPO, arXiv
     2508.04324): noisy steps, whose samples differ most, count most."""
-    timestep_fraction: Annotated[
-        float,
-        Field(gt=0.0, le=1.0),
-        ReadIn(
-            "`rollout.window: null`",
-            lambda own, run: run.rollout.window is None,
-            "but rollout.window already selects the trained steps; leave timestep_fraction at 1.0",
-        ),
-    ] = 1.0
+    timestep_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Share of the stochastic steps that are trained, first ones first (the last, low-noise ones have spiky ratios)."""
 
     @property
@@ -172,6 +164,11 @@ class GrpoConfig(AdvantageConfig):
             raise ValueError(
                 f"rollout.window.size: given {window.size}, but window.range {list(window.range)} of num_steps "
                 f"{rollout.num_steps} holds {held} stochastic steps of {name}; widen the range or lower the size"
+            )
+        if self.timestep_fraction < 1:
+            raise ValueError(
+                f"algorithm.timestep_fraction: given {self.timestep_fraction} beside rollout.window; the window "
+                "already selects the trained steps; leave timestep_fraction at 1.0"
             )
 
     def _check_distilled(self, run: RunConfig) -> None:

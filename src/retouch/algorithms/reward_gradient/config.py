@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from retouch.algorithms.base import RlConfig
 from retouch.config.base import Count, NonNegative
-from retouch.config.reads import ReadIf, Reading
+from retouch.config.reads import ReadIf, is_given
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -18,12 +18,6 @@ class RewardGradientConfig(RlConfig):
     arXiv 2309.17400; DRTune, 2405.00760; ReFL, 2304.05977)."""
 
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"kl_weight"}
-    READS: ClassVar[Set[Reading]] = RlConfig.READS - {"solver"}
-    NEVER_READ: ClassVar[Mapping[str, str]] = {
-        "inner_epochs": "but the gradient of a reward is that of the weights that sampled the image; leave {name} out",
-        "combine": "but the gradient is that of the weighted sum of the rewards; leave {name} out",
-        "resample_rounds": "but no sample is compared with its group; leave {name} out",
-    }
     recipe: ClassVar[str] = "retouch.algorithms.reward_gradient.recipe:train"
 
     name: Literal["reward_gradient"] = "reward_gradient"
@@ -87,6 +81,13 @@ class RewardGradientConfig(RlConfig):
             )
 
     def check(self, run: RunConfig, key: str = "") -> None:
+        for name, why in (
+            ("inner_epochs", "the gradient of a reward is that of the weights that sampled the image"),
+            ("combine", "the gradient is that of the weighted sum of the rewards"),
+            ("resample_rounds", "no sample is compared with its group"),
+        ):
+            if is_given(self, name):
+                raise ValueError(f"algorithm.{name}: given {getattr(self, name)!r}, but {why}; leave {name} out")
         self._check_steps(run)
         for name, entry in run.rewards.items():
             if entry.role == "train" and entry.weight:
@@ -94,17 +95,17 @@ class RewardGradientConfig(RlConfig):
                 entry.require_gradient(of, self.name, f"{of}.role=gold", f"{of}.weight=0")
         super().check(run, key)
 
-    def unread(self, run: RunConfig, key: str, what: Reading) -> str:
-        if what == "solver":
-            return f"{self.name} differentiates first-order steps; leave solver out"
-        return super().unread(run, key, what)
-
     def _check_steps(self, run: RunConfig) -> None:
         steps, rollout = self.last_steps, run.rollout
         if steps is not None and steps > rollout.num_steps:
             raise ValueError(
                 f"algorithm.last_steps: given {steps}, but rollout.num_steps is {rollout.num_steps}; set last_steps to "
                 f"at most {rollout.num_steps}"
+            )
+        if rollout.solver != "first_order":
+            raise ValueError(
+                f"rollout.solver: given {rollout.solver!r}, but {self.name} differentiates first-order steps; leave "
+                "solver out"
             )
         given = run.guidance_scale
         if run.model.forwards_of_guidance(given) > 1:
