@@ -138,7 +138,7 @@ def test_options_of_step_rules_name_the_rules_that_they_scale() -> None:
     for option in ("noise_level", "eta"):
         where = reads_of(RolloutConfig)[option][1].where  # type: ignore[union-attr]
         names = [name for name, rule in STEP_RULES.available().items() if rule.strength == option]
-        assert where == f"step rules {' and '.join(names)}"
+        assert where == f"by step rules {' and '.join(names)}"
 
 
 def test_an_algorithm_that_comes_later_reads_what_it_says(problems: Callable[..., list[str]]) -> None:

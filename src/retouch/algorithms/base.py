@@ -173,7 +173,7 @@ class Objective(AlgorithmSection):
     region: Annotated[
         Literal["all", "mask"],
         ReadIn(
-            "runs whose examples have masks",
+            "where examples have masks",
             lambda own, run: any("mask" in data.has_images for data in (run.data, run.warmup_data) if data),
             "but no example has a mask, and the loss is taken everywhere; leave it out",
             warns=True,
@@ -184,7 +184,7 @@ class Objective(AlgorithmSection):
         int,
         Field(ge=0),
         ReadIf(
-            "`region: mask`",
+            "with `region: mask`",
             lambda own: own.region == "mask",
             "but algorithm.region is {own.region!r}; set region=mask, or region_dilation=0",
         ),
@@ -193,7 +193,7 @@ class Objective(AlgorithmSection):
     seam_weight: Annotated[
         Positive,
         ReadIf(
-            "`region_dilation` above 0",
+            "with `region_dilation` above 0",
             lambda own: own.region_dilation,
             "but it weighs the cells that region_dilation adds, and that is 0; set region_dilation, or seam_weight=1",
         ),
@@ -202,13 +202,13 @@ class Objective(AlgorithmSection):
     caption_dropout: Annotated[
         Unit,
         ReadIn(
-            "families with classifier-free guidance",
+            "by families with classifier-free guidance",
             lambda own, run: run.model.doubles_for_guidance,
             "but {run.model.family} has no classifier-free guidance, which would need a prediction without a caption; "
             "leave it out",
         ),
         ReadIn(
-            "supervised steps",
+            "in supervised steps",
             lambda own, run: own.supervised_steps(run),
             "but {own.name} drops captions in the supervised warm-up only, and algorithm.sft_steps is 0: no caption is "
             "dropped; set sft_steps, or leave caption_dropout out",
@@ -237,14 +237,14 @@ class Objective(AlgorithmSection):
 
 
 SHIFTED = ReadIn(
-    "flow models",
+    "by flow models",
     lambda own, run: run.model.spec.prediction == "flow",
     "but {run.model.family} samples without a shift; leave {name} out",
 )
 """Of training times that may be shifted as sampling shifts them."""
 
 SAMPLES = ReadIf(
-    "runs that sample images",
+    "in runs that sample images",
     lambda own: not own.given_images,
     "but {own.takes_given} samples no images; leave {name} out",
 )
@@ -273,7 +273,7 @@ class RlConfig(Objective):
     sft_shifted_times: Annotated[
         bool,
         ReadIf(
-            "`sft_steps` above 0",
+            "with `sft_steps` above 0",
             lambda own: own.sft_steps,
             "but algorithm.sft_steps is 0: there is no supervised warm-up; set sft_steps, or leave sft_shifted_times "
             "out",
@@ -288,7 +288,7 @@ class RlConfig(Objective):
     advantages of their weighted sum."""
     kl_reference: Annotated[
         Literal["initial", "base"],
-        ReadIf("a KL, or another use of a reference", lambda own: "reference" in own.snapshots, _no_reference),
+        ReadIf("with a KL, or another use of a reference", lambda own: "reference" in own.snapshots, _no_reference),
     ] = "initial"
     """Reference policy of the KL (DPO: of the implicit reward). "initial" is the policy at the start of RL, with
     `model.train.initial_adapter` and after the supervised warm-up; "base" is the model without its LoRA."""

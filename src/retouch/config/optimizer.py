@@ -50,7 +50,7 @@ class OptimizerConfig(Section):
         Positive | None,
         ReadBy("warm_up"),
         ReadIn(
-            "`algorithm.sft_steps` above 0",
+            "with `algorithm.sft_steps` above 0",
             _has_a_warm_up,
             "but algorithm.sft_steps is 0: there is no supervised warm-up; set sft_steps, or leave it out",
             warns=True,

@@ -41,12 +41,10 @@ class ReadBy:
 class ReadIf:
     """Annotation of an option that is read only beside some values of others of its section.
 
-        seam_weight: Annotated[
-            Positive, ReadIf("region_dilation above 0", lambda own: own.region_dilation, "but region_dilation is 0; …")
-        ] = 1.0
+        rank: Annotated[Count, ReadIf("with `weights: kv_lora`", lambda own: own.weights == "kv_lora", "but …; …")] = 32
 
     Attributes:
-        where: where it is read, for the reference.
+        where: where it is read, for the reference: what follows "Read".
         holds: whether a section with this option reads it.
         because: end of the message "KEY: given VALUE, …", with `{own}` (the section), `{run}` and `{name}`; or a
             function of the section and the run.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from retouch.config.run import RunConfig
 
 SLIDING = ReadIf(
-    "`position: sliding`",
+    "with `position: sliding`",
     lambda own: own.position == "sliding",
     "which a sliding window reads, but position is {own.position!r}; set position=sliding, or leave {name} out",
 )
@@ -84,21 +84,21 @@ class RolloutConfig(Section):
     """Stochastic step of GRPO and PPO: flow_sde, dance_sde or cps for a flow model, ddim for an epsilon model, or one
     of a plug-in. Null is flow_sde or ddim. retouch.core.steps names the papers."""
     noise_level: Annotated[
-        Positive | None, ReadBy("step_rule"), strength("noise_level", "step rules flow_sde and cps")
+        Positive | None, ReadBy("step_rule"), strength("noise_level", "by step rules flow_sde and cps")
     ] = None
     """Noise of flow_sde and cps; null is 0.9 and 0.8. Published: SD3 0.7, FLUX 0.9, Qwen-Image 1.2, cps 0.8."""
-    eta: Annotated[Positive | None, ReadBy("step_rule"), strength("eta", "step rules dance_sde and ddim")] = None
+    eta: Annotated[Positive | None, ReadBy("step_rule"), strength("eta", "by step rules dance_sde and ddim")] = None
     """Noise of dance_sde and ddim; null is the published value, 0.3 and 1.0."""
     solver: Annotated[
         Solver,
         ReadBy("solver"),
         ReadIn(
-            "flow models",
+            "by flow models",
             lambda own, run: run.model.spec.prediction == "flow",
             "which is of flow models, but {run.model.family} predicts the noise; leave solver out",
         ),
         ReadIn(
-            "ODE sampling, or beside a window",
+            "in ODE sampling and beside a window",
             lambda own, run: own.window is not None or run.algorithm.step_rule(run) is None,
             "but without a window no two steps on the ODE follow each other; set rollout.window, or leave solver out",
         ),

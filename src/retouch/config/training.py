@@ -88,7 +88,7 @@ class TrainingConfig(Section):
     gradient, moment and snapshot, and gathers weights block by block in each forward and backward; "zero3" is the same
     by DeepSpeed, layer by layer; "zero2", by DeepSpeed, shards only gradients and moments. The results are the same."""
     shard_gradients: Annotated[
-        bool, ReadBy("diffusion"), ReadIn("`sharding`", lambda own, run: own.sharding != "none", _not_sharded)
+        bool, ReadBy("diffusion"), ReadIn("with `sharding`", lambda own, run: own.sharding != "none", _not_sharded)
     ] = True
     """With sharding, exchange gradients after every backward and keep only a shard of them (zero3 always does); false
     keeps them whole over the accumulation (4 bytes for each trained weight on every device) and exchanges them once."""
@@ -179,7 +179,7 @@ class EvaluationConfig(Section):
     on_gold_fall: Annotated[
         Literal["warn", "stop"],
         ReadIn(
-            "runs with a gold reward",
+            "in runs with a gold reward",
             lambda own, run: any(e.role == "gold" and not e.compares_group() for e in run.rewards.values()),
             "but no reward has role gold, and nothing would stop the run; set it for one that evaluations score, or "
             "on_gold_fall=warn",
@@ -193,9 +193,8 @@ class EvaluationConfig(Section):
 
     def check(self, run: RunConfig, key: str = "") -> None:
         if self.weights == "ema" and run.ema is None:
-            raise ValueError(
-                f"{key}.weights: given 'ema', but there is no ema section; set ema.decay=0.999, or {key}.weights=raw"
-            )
+            section = "set ema.decay=0.999, or " if run.algorithm.reads("diffusion") else "set "
+            raise ValueError(f"{key}.weights: given 'ema', but there is no ema section; {section}{key}.weights=raw")
 
     def check_trainable(self, run: RunConfig, key: str = "") -> None:
         for name in sorted(COLUMNS & run.rewards.keys()):
@@ -206,7 +205,7 @@ class EvaluationConfig(Section):
 
 
 TRACKED = ReadIf(
-    "wandb and trackio",
+    "by wandb and trackio",
     lambda own: {"wandb", "trackio"} & {*own.sinks},
     "which wandb and trackio read, but logging.sinks is {own.sinks}; add one of them, or leave {name} out",
 )

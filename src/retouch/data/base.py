@@ -308,7 +308,7 @@ class ImageSection(DataSection):
     reference: Annotated[
         ReferenceRole,
         ReadIn(
-            "style adapters, style rewards, `reference_strip` and families that read a reference",
+            "with a style adapter, a style reward, `reference_strip`, or a family that reads a reference",
             lambda own, run: _takes_references(run),
             "but nothing in the run reads a reference; set model.train.kind=ip_adapter, a style reward or a "
             "reference_strip, or leave it out",
@@ -323,7 +323,7 @@ class ImageSection(DataSection):
     reference_strip_fit: Annotated[
         StripFit,
         ReadIf(
-            "`reference_strip`",
+            "with `reference_strip`",
             lambda own: own.reference_strip is not None,
             "but there is no strip to fill; set reference_strip to its height in pixels (288 holds a reference of 16:9 "
             "at 512), or leave reference_strip_fit out",
@@ -379,7 +379,7 @@ class ProtocolData(DataSection):
     curriculum: Annotated[
         Count,
         ReadIn(
-            "rollouts",
+            "by rollouts",
             lambda own, run: own is run.data and run.algorithm.trains_on_rewards,
             "but only rollouts have a curriculum, and they draw from data; leave it out",
         ),

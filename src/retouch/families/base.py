@@ -175,7 +175,7 @@ class TrainLora(Section):
 
 
 KV_LORA = ReadIf(
-    "`weights: kv_lora`",
+    "with `weights: kv_lora`",
     lambda own: own.weights == "kv_lora",
     "which weights=kv_lora reads, but weights is {own.weights!r}; leave {name} out, or set weights=kv_lora",
 )
@@ -196,7 +196,7 @@ class TrainIpAdapter(Section):
     query_former: Annotated[
         bool,
         ReadIn(
-            "families whose projection has several layers",
+            "by families whose projection has several layers",
             lambda own, run: run.model.spec.adapter.head != "linear",
             "but the projection of {run.model.family} is one layer; leave {name} out",
         ),
@@ -215,7 +215,7 @@ class TrainIpAdapter(Section):
     value_norm: Annotated[
         bool | None,
         ReadIn(
-            "families whose attention can normalize values",
+            "by families whose attention can normalize values",
             lambda own, run: not own.value_norm or run.model.spec.adapter.normalizes_values,
             "but {run.model.family} uses the attention of diffusers, which does not normalize values; leave value_norm "
             "out",
@@ -227,7 +227,7 @@ class TrainIpAdapter(Section):
     reference_dropout: Annotated[
         Unit,
         ReadIn(
-            "supervised steps",
+            "in supervised steps",
             lambda own, run: run.algorithm.supervised_steps(run),
             "but the run has no supervised steps; leave it out, or set algorithm.sft_steps",
         ),

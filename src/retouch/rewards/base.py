@@ -81,13 +81,13 @@ def tiled_tokens(size: tuple[int, int]) -> int:
 
 
 TRAINED = ReadIf(
-    "`role: train`",
+    "with `role: train`",
     lambda own: own.role == "train",
     "but role is 'gold', which is never trained on; leave it out",
 )
-GATED = ReadIf("`gated_by`", lambda own: own.gated_by is not None, "but gated_by is not set; leave it out")
+GATED = ReadIf("with `gated_by`", lambda own: own.gated_by is not None, "but gated_by is not set; leave it out")
 CROPPED = ReadIf(
-    "`crop: mask_box`",
+    "with `crop: mask_box`",
     lambda own: own.crop == "mask_box",
     "but crop is 'none'; set crop=mask_box, or leave it out",
 )
@@ -126,7 +126,7 @@ class RewardEntry(Section):
     weight: Annotated[
         float,
         ReadIf(
-            "`role: train`",
+            "with `role: train`",
             lambda own: own.role == "train" or own.weight in (0.0, 1.0),
             "but role is 'gold', which is never trained on; leave weight out, or set role=train",
         ),

@@ -34,7 +34,7 @@ class DpoConfig(RlConfig):
     reference_refresh_every: Annotated[
         Annotated[int, Field(ge=0)] | None,
         ReadIf(
-            "`kl_reference: initial`",
+            "with `kl_reference: initial`",
             lambda own: own.kl_reference == "initial" or not own.reference_refresh_every,
             "but algorithm.kl_reference=base keeps the base as the reference; leave one of them out",
         ),

@@ -44,7 +44,7 @@ class GrpoConfig(AdvantageConfig):
     clip_range: Annotated[
         Positive,
         ReadIf(
-            "`kl_mask_threshold: null`",
+            "with `kl_mask_threshold: null`",
             lambda own: own.kl_mask_threshold is None,
             "but algorithm.kl_mask_threshold replaces the clip; leave one of them out",
         ),
@@ -55,7 +55,7 @@ class GrpoConfig(AdvantageConfig):
     kl_mode: Annotated[
         Literal["exact", "flow_grpo"],
         ReadIf(
-            "`kl_weight` above 0",
+            "with `kl_weight` above 0",
             lambda own: own.kl_weight,
             "but algorithm.kl_weight is 0: there is no KL; set kl_weight (Flow-GRPO: 0.04), or leave kl_mode out",
         ),

@@ -27,7 +27,7 @@ class RewardGradientConfig(RlConfig):
     last_steps: Annotated[
         Count | None,
         ReadIf(
-            "`trained_step: random` and `all`",
+            "with `trained_step: random` and `all`",
             lambda own: own.trained_step != "last",
             "but algorithm.trained_step is 'last'; set trained_step=random or all, or leave last_steps out",
         ),
@@ -36,7 +36,7 @@ class RewardGradientConfig(RlConfig):
     reward_at: Annotated[
         Literal["final", "step"],
         ReadIf(
-            "`trained_step: random` and `all`",
+            "with `trained_step: random` and `all`",
             lambda own: own.trained_step != "last",
             "but the prediction of the last step implies the final image; set algorithm.trained_step=random, or leave "
             "reward_at out",

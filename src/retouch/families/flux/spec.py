@@ -27,7 +27,7 @@ class FluxSection(ModelSection):
     negative_prompt: Annotated[
         str,
         ReadIf(
-            "`true_guidance_scale` above 1",
+            "with `true_guidance_scale` above 1",
             lambda own: own.true_guidance_scale > 1,
             "but model.true_guidance_scale is 1, which uses no negative prompt; set model.true_guidance_scale above 1, "
             "or leave negative_prompt out",

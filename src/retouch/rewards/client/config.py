@@ -15,7 +15,7 @@ COLLECTIVE_S = 7200.0
 
 
 PROBED = ReadIf(
-    "`probe_every` above 0",
+    "with `probe_every` above 0",
     lambda own: own.probe_every,
     "but reward_client.probe_every is 0: nothing is probed; set probe_every, or leave it out",
     warns=True,
