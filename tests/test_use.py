@@ -22,6 +22,7 @@ from retouch.config import ConfigError, RunConfig, load_run
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import read_item
 from retouch.engine import CheckpointError
+from retouch.errors import DataError
 from retouch.families.flux_fill.model import FluxFill
 from retouch.imaging.fitting import MaskCrop
 from retouch.imaging.lines import parse_lines
@@ -354,6 +355,14 @@ def test_a_picture_is_cropped_or_stretched_as_asked(
     data = (*run, "--data", signs / "held_out")
     cropped, stretched = (drawn(tmp_path / f"data-{fit}", *data, "--fit", fit) for fit in ("crop", "stretch"))
     assert all(np.array_equal(stretched[name], picture) for name, picture in cropped.items())
+
+
+def test_an_image_that_loses_its_mask_names_the_options_of_the_command(config: Callable[..., RunConfig]) -> None:
+    mask = Image.new("L", (100, 50))
+    mask.paste(255, (0, 10, 100, 20))
+    request = SampleRequest(image=Image.new("RGB", mask.size), masks=(mask,), texts=("A",), crop="none", size=(64, 64))
+    with pytest.raises(DataError, match=r"; set --fit stretch or another --resolution$"):
+        items_to_sample(config(), request)
 
 
 def test_a_fit_that_there_is_not_is_refused(finished: Finished, signs: Path, tmp_path: Path) -> None:

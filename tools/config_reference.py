@@ -14,6 +14,7 @@ import sys
 import textwrap
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
@@ -25,9 +26,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from retouch.algorithms import ALGORITHMS
 from retouch.config import RunConfig
 from retouch.config.base import Section
 from retouch.config.errors import models_of
+from retouch.config.reads import ReadBy, reads_of
 from retouch.registry import Chosen
 from retouch.rewards.judge import JudgeConfig
 from retouch.rewards.scorers.judged import JudgeEntry
@@ -101,6 +104,8 @@ WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", ty
 
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
+SEVERAL = "Keys of more than one"
+
 Kinds = tuple[type[BaseModel], ...]
 """The classes that one section can be."""
 
@@ -142,27 +147,38 @@ class _Reference:
             return
         tag = _tag(kinds)
         rows = {kind: self._rows(page, dotted, kind, tag if len(kinds) > 1 else None) for kind in kinds}
-        shared = [row for row in rows[kinds[0]] if all(row in rows[kind] for kind in kinds)] if len(kinds) > 2 else []
+        of = {
+            row: [kind for kind in kinds if row in rows[kind].values()] for kind in kinds for row in rows[kind].values()
+        }
+        shared = [row for row, having in of.items() if len(having) == len(kinds)] if len(kinds) > 2 else []
+        several = _named_apart({row: having for row, having in of.items() if 1 < len(having) < len(kinds)}, tag)
+        yield _note(kinds)
         if shared:
             yield f"These keys are the same with every `{tag}`:\n\n{_table(shared)}"
-        for kind, all_rows in rows.items():
-            own = [row for row in all_rows if row not in shared]
+        if several:
+            yield f"\n### {SEVERAL} `{tag}`\n\nEach of them lists those that it has.\n\n{_table([*several.values()])}"
+        for kind, named in rows.items():
+            own = [row for row in named.values() if row not in several and row not in shared]
             if len(kinds) > 1:
                 yield f"\n### `{tag}: {_tag_value(kind, tag or '')}`\n\n"
-            if issubclass(kind, JudgeEntry):
-                yield f"{_prose(kind)}It has the keys of {self._link(page, (JudgeConfig,))}, and:\n\n{_table(own)}"
-            else:
-                yield _prose(kind) + (_table(own) if own else "No other keys.\n")
+            judged = f"It has the keys of {self._link(page, (JudgeConfig,))}.\n\n" if issubclass(kind, JudgeEntry) else ""
+            yield _prose(kind) + judged + (_table(own) if own else "")
+            also = ", ".join(f"`{name}`" for name, row in named.items() if row in several)
+            if also:
+                anchor = re.sub(r"[^a-z0-9_-]", "", f"{SEVERAL} {tag}".lower().replace(" ", "-"))
+                yield f"{chr(10) if own else ''}[{SEVERAL}](#{anchor}): {also}.\n"
+            elif not own and not judged:
+                yield "No other keys.\n"
         nested = {_kinds(i): (n, i) for kind in kinds for n, i in kind.model_fields.items() if _kinds(i)}
         for inner, (inner_name, inner_info) in nested.items():
             if self.where[inner] == (page, _dotted(dotted, inner_name, inner_info)):
                 yield from self._section(page, inner_name, inner_info, dotted)
 
-    def _rows(self, page: str, key: str, kind: type[BaseModel], tag: str | None) -> list[str]:
+    def _rows(self, page: str, key: str, kind: type[BaseModel], tag: str | None) -> dict[str, str]:
         """Rows of the keys of a section; those that a reward has in common with section `judge` stand there."""
         left_out = {*JudgeConfig.model_fields, "from_judge"} if issubclass(kind, JudgeEntry) else set[str]()
         fields = {name: info for name, info in kind.model_fields.items() if name not in {tag, *left_out}}
-        return [self._row(page, key, kind, name, info) for name, info in fields.items()]
+        return {name: self._row(page, key, kind, name, info) for name, info in fields.items()}
 
     def _row(self, page: str, key: str, kind: type[BaseModel], name: str, info: FieldInfo) -> str:
         kinds = _kinds(info)
@@ -174,7 +190,8 @@ class _Reference:
                 tag = _tag(kinds) if len(kinds) > 1 else None
                 chosen = f"`{tag}: {getattr(info.default, tag)}`" if tag and not _is_table(info) else "its defaults"
                 default = "none" if _is_table(info) else chosen
-        return f"| `{name}` | {takes} | {default} | {_cell(descriptions(kind).get(name, ''))} |"
+        meaning = f"{descriptions(kind).get(name, '')} {_readers(kind, name)}".strip()
+        return f"| `{name}` | {takes} | {default} | {_cell(meaning)} |"
 
     def _link(self, page: str, kinds: Kinds, text: str = "") -> str:
         """Markdown link from a page to the heading that shows these kinds."""
@@ -183,6 +200,45 @@ class _Reference:
         folders = ("configuration/" in page, "configuration/" in target)
         path = "" if target == page else target.removeprefix("configuration/") if all(folders) else target
         return f"[{text or f'`{dotted}`'}]({path}{anchor})"
+
+
+def _named_apart(several: dict[str, list[type[BaseModel]]], tag: str | None) -> dict[str, str]:
+    """Row of several kinds -> the row as it is printed: with their names, if rows of other kinds have its key."""
+    keys = Counter(row.split(" | ", 1)[0] for row in several)
+    named = {row: ", ".join(f"`{_tag_value(kind, tag or '')}`" for kind in having) for row, having in several.items()}
+    return {
+        row: f"{row.removesuffix(' |')} Of {named[row]}. |" if keys[row.split(" | ", 1)[0]] > 1 else row
+        for row in several
+    }
+
+
+def _readers(kind: type[BaseModel], name: str) -> str:
+    """A sentence about what reads an option, if not every run does; that of its whole section stands above it."""
+    parts = list[str]()
+    for mark in reads_of(kind).get(name, ()):
+        if not isinstance(mark, ReadBy):
+            parts.append(mark.where)
+        elif mark.what != getattr(kind, "READ_BY", None):
+            parts.append(f"by {_algorithms(mark.what)}")
+    return f"Read {', '.join(parts)}." if parts else ""
+
+
+def _algorithms(what: str) -> str:
+    """The algorithms that read options for `what`."""
+    reads = {name: what in kind.READS for name, kind in ALGORITHMS.available().items()}
+    others = [f"`{name}`" for name, has in reads.items() if not has]
+    if len(others) == 1:
+        return f"every algorithm except {others[0]}"
+    return ", ".join(f"`{name}`" for name, has in reads.items() if has)
+
+
+def _note(kinds: Kinds) -> str:
+    """What reads the options of a section that declare nothing of their own."""
+    (what, exempt) = (getattr(kinds[0], "READ_BY", None), getattr(kinds[0], "READ_BY_ALL", ()))
+    if len(kinds) > 1 or what is None:
+        return ""
+    names = ", ".join(f"`{name}`" for name in kinds[0].model_fields if name in exempt)
+    return f"Read by {_algorithms(what)}, which reads {names} alone.\n\n"
 
 
 def _dotted(key: str, name: str, info: FieldInfo) -> str:

@@ -18,15 +18,13 @@ from retouch.data.dataset import (
     ItemFiles,
     load_dataset,
 )
+from retouch.data.rules import require_one_batch
 from retouch.families.base import Model
 from retouch.families.loading import load_model
 from retouch.observe import Stopwatch
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.encoded import EncodedData
-from retouch.training.build import (
-    build,
-    fit_one_batch,
-)
+from retouch.training.build import build
 from retouch.training.scoring import without_strip
 from retouch.types import Example, Outcome
 from tests.command_line import retouch
@@ -161,9 +159,9 @@ def test_what_does_not_fit_into_one_batch_is_refused(
     run = run.model_copy(update={"model": TypeAdapter(Model).validate_python({"family": family, "path": "tiny"})})
     items = [ItemFiles(i, "p", **pictures) for i, pictures in enumerate(given)]
     with pytest.raises(ConfigError, match=message):
-        fit_one_batch(run, "data", Dataset(run.data, items))
+        require_one_batch(run, "data", Dataset(run.data, items))
     for alike in ([DRAWN] * 2 if family == "qwen_image" else [EDITED] * 2, [REPAINTED] * 2):
-        fit_one_batch(
+        require_one_batch(
             run, "data", Dataset(run.data, [ItemFiles(i, "p", **pictures) for i, pictures in enumerate(alike)])
         )
 
@@ -186,6 +184,6 @@ def test_further_source_images_that_the_model_cannot_read_are_refused(
     run = config().model_copy(update={"model": TypeAdapter(Model).validate_python(given)})
     items = [ItemFiles(i, "p", Path("s"), more_paths=(Path("m"),) * n) for i, n in enumerate(counts)]
     with pytest.raises(ConfigError, match=message):
-        fit_one_batch(run, "data", Dataset(run.data, items))
+        require_one_batch(run, "data", Dataset(run.data, items))
     plus = config().model_copy(update={"model": TypeAdapter(Model).validate_python({**given, "variant": "edit_plus"})})
-    fit_one_batch(plus, "data", Dataset(run.data, items[:2]))
+    require_one_batch(plus, "data", Dataset(run.data, items[:2]))

@@ -19,11 +19,11 @@ from retouch.data.dataset import (
     Dataset,
     ItemFiles,
 )
+from retouch.data.rules import require_targets
 from retouch.families import FAMILIES
 from retouch.families.qwen_image_edit.model import QwenImageEdit
 from retouch.families.tiny import tiny_pipeline
 from retouch.rewards.protocol import RewardItem
-from retouch.training.build import needs_targets
 from retouch.types import Outcome
 from tests.command_line import retouch
 from tests.selection import cells
@@ -207,5 +207,5 @@ def test_an_edit_does_not_learn_to_copy_its_source() -> None:
     item = ItemFiles(0, "Make it red.", Path("a.png"), Path("m.png"), target="source")
     edits, inpaints = (load_run(CONFIGS / f"{f}_sft.yaml", overrides) for f in ("qwen_image_edit", "flux_fill"))
     with pytest.raises(ConfigError, match="has no target image"):
-        needs_targets(edits, Dataset(edits.data, [item]))
-    needs_targets(inpaints, Dataset(inpaints.data, [item]))
+        require_targets(edits, Dataset(edits.data, [item]))
+    require_targets(inpaints, Dataset(inpaints.data, [item]))

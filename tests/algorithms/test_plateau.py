@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from retouch.config import RunConfig, check
+from retouch.config import RunConfig
+from retouch.config import training as sections
 from retouch.observe import plateau
 from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Outcome, Score, Stopped
@@ -36,7 +37,7 @@ def evaluated_as(values: Sequence[float | None], per_evaluation: int = 2) -> Cal
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two examples and three evaluations are enough."""
-    monkeypatch.setattr(check, "PLATEAU_EXAMPLES", 2)
+    monkeypatch.setattr(sections, "PLATEAU_EXAMPLES", 2)
     for name, value in (("PLATEAU_EXAMPLES", 2), ("EACH", 1), ("FIRST", 2)):
         monkeypatch.setattr(plateau, name, value)
 

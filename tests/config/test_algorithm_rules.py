@@ -92,9 +92,8 @@ OFFLINE = (PAIRS, "rewards={}")
         (
             ("rollout.window={size: 2, stride: 2}",),
             (
-                "rollout.window: stride and batches_per_position are of a sliding window, but "
-                "position is 'random'; set "
-                "position=sliding, or leave them out"
+                "rollout.window.stride: given 2, which a sliding window reads, but position is 'random'; set "
+                "position=sliding, or leave stride out"
             ),
         ),
         (
@@ -122,8 +121,8 @@ OFFLINE = (PAIRS, "rewards={}")
             )
             for name, algorithm in (("nft", NFT), ("dpo", DPO))
             for section, key, value, does, out in (
-                ("rollout", "eta", "2.0", "samples by the ODE", "eta"),
-                ("rollout", "noise_level", "2.0", "samples by the ODE", "noise_level"),
+                ("rollout", "eta", "2", "samples by the ODE", "eta"),
+                ("rollout", "noise_level", "2", "samples by the ODE", "noise_level"),
             )
         ),
         *(
@@ -252,7 +251,7 @@ OFFLINE = (PAIRS, "rewards={}")
             for rule in ("flow_sde", "cps")
         ),
         (
-            ("algorithm={name: dpo, pairs: offline}", "rollout.solver=dpm2"),
+            ("algorithm={name: dpo, pairs: offline}", *OFFLINE, "rollout.solver=dpm2"),
             "rollout.solver: given 'dpm2', but algorithm.pairs=offline samples no images; leave it out",
         ),
         # rewards and groups
@@ -505,8 +504,11 @@ def test_numbers_of_the_guide_stand_for_decays(written: str, kind: str, run_with
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.train={kind: ip_adapter, rank: 4}"], "model.train.rank: rank and alpha are of weights=kv_lora"),
-        (["model.train={kind: ip_adapter, weights: kv, alpha: 4}"], "but weights is 'kv'; leave them out"),
+        (["model.train={kind: ip_adapter, rank: 4}"], "model.train.rank: given 4, which weights=kv_lora reads"),
+        (
+            ["model.train={kind: ip_adapter, weights: kv, alpha: 4}"],
+            "model.train.alpha: given 4, which weights=kv_lora reads, but weights is 'kv'",
+        ),
         (
             ["model.train={kind: ip_adapter, reference_dropout: 0.1}"],
             "model.train.reference_dropout: given 0.1, but the run has no supervised steps",

@@ -25,6 +25,17 @@ def test_a_good_run() -> None:
     assert "  forwards per image               11.5625" in rest
 
 
+def test_numbers_that_a_run_has_none_of_are_not_printed() -> None:
+    """FLUX reads no image with its prompt, and supervised runs sample none."""
+    for overrides in ((), ("algorithm={name: sft}",)):
+        outcome = retouch("check", TINY, *overrides)
+        printed = outcome.out.split("  cost\n")[0].splitlines()[1:]
+        assert outcome.code == 0 and printed
+        assert not [line for line in printed if line.endswith(" 0") or "vision" in line]
+    edit = retouch("check", TINY.with_name("qwen_image_edit_vlm_grpo.yaml"))
+    assert "  generations" in edit.out
+
+
 def test_json_holds_the_run_and_its_numbers(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(BASE), encoding="utf-8")

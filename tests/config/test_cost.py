@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -12,6 +13,7 @@ from tools import cost_table
 
 from retouch.config import ConfigError, RunConfig, derive
 from retouch.config.cost import MEASURED, Cost, Forwards, cost, cost_lines, evaluations, known_peak
+from retouch.families import FAMILIES
 from retouch.observe import log
 from retouch.rewards.base import Question, tiled_tokens
 from retouch.rewards.scorers.reading import SECONDS_A_PAGE
@@ -282,3 +284,20 @@ def test_the_cost_that_a_run_logs(
         monkeypatch.setattr(log, "cost", lambda *given: 1 / 0)
         log.log_cost(run, 4)
     assert "cost of the run: not measured from here on (ZeroDivisionError" in caplog.text
+
+
+def test_sizes_of_a_local_folder_are_claimed_only_if_its_config_has_them(run_with: Run, tmp_path: Path) -> None:
+    """A shallow copy of FLUX had checkpoints of 133 GiB."""
+    released = cost(run_with("model.path=somewhere"))
+    assert released.checkpoint_bytes and released.tflop_per_forward
+    config = FAMILIES["flux_fill"].spec.released["transformer"]
+    (tmp_path / "transformer").mkdir()
+    for sizes, known in ((config, True), ({**config, "num_layers": 1}, False), (None, False)):
+        file = tmp_path / "transformer" / "config.json"
+        file.unlink(missing_ok=True)
+        if sizes is not None:
+            file.write_text(json.dumps(dict(sizes)), encoding="utf-8")
+        for path in (f"model.path={tmp_path}", f"model.transformer={{path: {tmp_path}, subfolder: transformer}}"):
+            found = cost(run_with("model.path=somewhere", path))
+            assert (found.checkpoint_bytes == released.checkpoint_bytes) is known
+            assert (found.tflop_per_forward is None) is not known

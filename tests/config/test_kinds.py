@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -13,13 +13,12 @@ from retouch.algorithms import ALGORITHMS
 from retouch.config import ConfigError, RunConfig, load_run, parse_run
 from retouch.config.kinds import changed_tag
 from retouch.config.load import overlaid, read_yaml
-from retouch.config.run import RunConfig as Run
+from retouch.config.reads import Reading
 from retouch.data.formats import FORMATS
 from retouch.families import FAMILIES, base
 from retouch.rewards import REWARDS
 
 from .conftest import BASE, REPOSITORY
-from .leaves import leaves
 
 CONFIGS = REPOSITORY / "configs"
 TRAINED_ON_REWARDS = ("grpo", "ppo", "dpo", "nft")
@@ -173,12 +172,13 @@ def test_the_guides_names_of_models_are_families(short: str, family: str, caplog
 
 def test_kept_and_unread_keys_are_options() -> None:
     """A name in one of the lists that is none would keep, or drop, nothing."""
-    known = {leaf.key for leaf in leaves(Run)} | {"rollout.window"}
     for registry in (ALGORITHMS, FAMILIES, FORMATS, REWARDS):
         for kind in registry.available().values():
             for part in kind.__mro__:
-                assert {*vars(part).get("KEPT", ())} <= {*getattr(part, "model_fields", ())}, part
-                assert {*vars(part).get("UNREAD", ())} <= known, part
+                options = getattr(part, "model_fields", {})
+                assert {*vars(part).get("KEPT", ())} <= {*options}, part
+                assert {*vars(part).get("READ_BY_ALL", ())} <= {*options}, part
+                assert {*vars(part).get("READS", ())} <= {*get_args(Reading)}, part
 
 
 @pytest.mark.parametrize(

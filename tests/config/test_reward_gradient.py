@@ -217,10 +217,7 @@ def test_gradients_that_an_epoch_takes_once_and_uses_twice_are_a_warning(run_wit
         ),
         (
             ("algorithm={name: nft}", "rewards={preservation: {}, seam: {role: gold, gradient_weight: 1}}"),
-            (
-                "rewards.seam.gradient_weight: given 1, but rewards.seam.role is 'gold', which is never trained on; "
-                "leave gradient_weight out"
-            ),
+            ("rewards.seam.gradient_weight: given 1, but role is 'gold', which is never trained on; leave it out"),
         ),
         (
             ("algorithm={name: nft}", "rewards={jpeg_size: {gradient_weight: 1}}"),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from retouch.config import ConfigError, RunConfig, dump_run, load_run
-from retouch.config.check import COLUMNS, require_trainable, warnings_of
+from retouch.config.check import require_trainable, warnings_of
+from retouch.config.training import COLUMNS
 from tests.command_line import retouch
 
 GATE = "but gated_by is not set; leave it out"
@@ -21,7 +22,7 @@ GOLD = "but role is 'gold', which is never trained on; leave"
     ("rewards", "line"),
     [
         ("{ocr: {gate_threshold: 0.5}}", f"rewards.ocr.gate_threshold: given 0.5, {GATE}"),
-        ("{ocr: {gate_floor: -1}}", f"rewards.ocr.gate_floor: given -1.0, {GATE}"),
+        ("{ocr: {gate_floor: -1}}", f"rewards.ocr.gate_floor: given -1, {GATE}"),
         ("{ocr: {box_margin: 0.1}}", f"rewards.ocr.box_margin: given 0.1, {BOX}"),
         ("{ocr: {box_min_side: 64}}", f"rewards.ocr.box_min_side: given 64, {BOX}"),
         (

@@ -96,6 +96,14 @@ def test_a_size_that_spoils_the_mask(
     )
 
 
+@pytest.mark.parametrize("key", ["data", "warmup_data", "evaluation.data"])
+def test_a_remedy_names_the_section_that_it_is_for(key: str, bench: Bench) -> None:
+    """It named `data` whichever section the items were of."""
+    with pytest.raises(DataError) as caught:
+        load_dataset(one(bench, (100, 50), (0, 10, 100, 20), resolution=50, max_bad_items=0), key)
+    assert f"; set {key}.fit=stretch or another {key}.resolution. `retouch" in str(caught.value)
+
+
 def test_rounding_may_cost_a_row_of_the_mask(bench: Bench) -> None:
     (example,) = load_dataset(one(bench, (200, 100), (20, 0, 121, 50), resolution=100))  # 101 wide
     assert mask_box(example.mask) == (0, 0, 100, 50)  # type: ignore[arg-type]

@@ -6,13 +6,14 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from retouch.algorithms import ALGORITHMS
 from retouch.config.base import Count, Positive, Section, Unit
-from retouch.rewards import REWARDS
+from retouch.config.reads import ReadIf, ReadIn, Reading
 
 if TYPE_CHECKING:
     from retouch.config.derived import Derived, Numbers
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from retouch.config.run import RunConfig
     from retouch.core.rules import StepRule
     from retouch.data.base import ItemFiles
-    from retouch.rewards.base import RewardEntry
+
+ALL_READINGS: frozenset[Reading] = frozenset(get_args(Reading))
 
 
 class AlgorithmSection(Section):
@@ -31,18 +33,27 @@ class AlgorithmSection(Section):
     calls `recipe`; another brings its own loop."""
     recipe: ClassVar[str] = ""
     """"module:function" of the built run that is the algorithm."""
-    presets: ClassVar[bool] = False
-    """Whether `rollout.preset` applies to it; `preset_keys` then returns the keys to fill in."""
-    takes_gradients: ClassVar[bool] = False
-    """Whether `gradient_weight` of a reward trains."""
     trains_text_encoder: ClassVar[bool] = False
     """Whether the text encoder is trained and the diffusion model is frozen."""
 
-    UNREAD: ClassVar[Set[str]] = frozenset()
-    """Dotted keys of other sections that it refuses; an override of `algorithm.name` drops those of the file."""
+    READS: ClassVar[Set[Reading]] = ALL_READINGS
+    """What it reads options of other sections for. The others are rejected where they are given, and an override of
+    `algorithm.name` drops those of the file."""
+    WARNS_UNREAD: ClassVar[bool] = False
+    """Whether those are a warning instead, because run files of other algorithms are used for this one, too."""
 
     name: Any
     """Registered name of the algorithm."""
+
+    def reads(self, what: Reading) -> bool:
+        """Whether it reads options of other sections that are for `what`."""
+        return what in self.READS
+
+    def unread(self, run: RunConfig, key: str, what: Reading) -> str:
+        """Why it does not read the option `key` of another section, and the remedy: what follows "KEY: given VALUE,
+        but"."""
+        readers = [name for name, kind in ALGORITHMS.available().items() if what in getattr(kind, "READS", ())]
+        return f"{self.name} does not read it; leave it out, or set algorithm.name={' or '.join(readers)}"
 
     @property
     def trains_on_rewards(self) -> bool:
@@ -58,10 +69,6 @@ class AlgorithmSection(Section):
     def snapshots(self) -> frozenset[str]:
         """Snapshots of the trained weights that it keeps: "old", "reference"."""
         return frozenset()
-
-    def warnings(self, run: RunConfig) -> Iterable[str]:
-        """A sentence for each option that is valid but probably not intended."""
-        return ()
 
     def supervised_steps(self, run: RunConfig) -> int:
         """Optimizer steps that need targets."""
@@ -97,6 +104,26 @@ class AlgorithmSection(Section):
     def records_means(self) -> bool:
         """Whether sampling records the means of the trained steps."""
         return False
+
+    def check(self, run: RunConfig, key: str = "") -> None:
+        if not self.trains_on_rewards:
+            return
+        if not run.rewards:
+            raise ValueError(
+                f"rewards: none given, but algorithm.name is {self.name!r}, which trains on rewards; set for example "
+                "rewards: {ocr: {weight: 1.0}}"
+            )
+        weights = [entry.weight for entry in run.rewards.values() if entry.role == "train"]
+        if not weights:
+            raise ValueError("rewards: every role is gold, but training needs one of role train; add one")
+        if not any(weights):
+            raise ValueError(
+                "rewards: every weight is 0, but the objective is their weighted sum; set one weight above 0"
+            )
+        if max(weights) <= 0:
+            raise ValueError(
+                "rewards: no weight is above 0, and training would lower every reward; set one weight above 0"
+            )
 
     def check_items(self, items: Sequence[ItemFiles]) -> None:
         """Refuse examples of `data` that it cannot train on.
@@ -134,36 +161,6 @@ class AlgorithmSection(Section):
         return {"rollout": {}, "algorithm": {}}
 
 
-def require_gradient(key: str, entry: RewardEntry, algorithm: str, remedy: str, without: str) -> None:
-    """Refuse a reward that has no gradient in this process, or whose value is more than the scorer's own.
-
-    Args:
-        key: of the entry.
-        remedy: for an entry whose gradient cannot be taken.
-        without: key and value that take no gradient of it.
-
-    Raises:
-        ValueError: the key, and what to set.
-    """
-    if not entry.differentiable:
-        known = ", ".join(name for name in REWARDS if REWARDS[name].differentiable)
-        raise ValueError(
-            f"{key}: given scorer {entry.scorer!r}, but {algorithm} trains on the gradient of a reward with respect to "
-            f"the pixels, which it does not have; set {remedy}, and train on one of {known}"
-        )
-    if entry.url is not None:
-        raise ValueError(
-            f"{key}.url: given {entry.url!r}, but a server returns no gradient; leave url out and set {key}.device, or "
-            f"set {remedy}"
-        )
-    for name in ("gated_by", "transform", "min_group_std"):
-        if (given := getattr(entry, name)) != type(entry).model_fields[name].default:
-            raise ValueError(
-                f"{key}.{name}: given {given!r}, but {algorithm} trains on the gradient of the value itself; leave "
-                f"{name} out, or set {without}"
-            )
-
-
 class Objective(AlgorithmSection):
     """Where in the image a loss is computed, and supervised examples without their caption."""
 
@@ -173,13 +170,51 @@ class Objective(AlgorithmSection):
     shift_key: ClassVar[str] = "sft_shifted_times"
     """Key of the option that shifts supervised training times."""
 
-    region: Literal["all", "mask"] = "all"
+    region: Annotated[
+        Literal["all", "mask"],
+        ReadIn(
+            "where examples have masks",
+            lambda own, run: any("mask" in data.has_images for data in (run.data, run.warmup_data) if data),
+            "but no example has a mask, and the loss is taken everywhere; leave it out",
+            warns=True,
+        ),
+    ] = "all"
     """"mask" computes errors, log-probabilities and KL over the repainted latents only."""
-    region_dilation: Annotated[int, Field(ge=0)] = 0
+    region_dilation: Annotated[
+        int,
+        Field(ge=0),
+        ReadIf(
+            "with `region: mask`",
+            lambda own: own.region == "mask",
+            "but algorithm.region is {own.region!r}; set region=mask, or region_dilation=0",
+        ),
+    ] = 0
     """Latent cells by which the region "mask" extends beyond the mask."""
-    seam_weight: Positive = 1.0
+    seam_weight: Annotated[
+        Positive,
+        ReadIf(
+            "with `region_dilation` above 0",
+            lambda own: own.region_dilation,
+            "but it weighs the cells that region_dilation adds, and that is 0; set region_dilation, or seam_weight=1",
+        ),
+    ] = 1.0
     """Weight of the cells that region_dilation adds; cells within the mask have weight 1."""
-    caption_dropout: Unit = 0.0
+    caption_dropout: Annotated[
+        Unit,
+        ReadIn(
+            "by families with classifier-free guidance",
+            lambda own, run: run.model.doubles_for_guidance,
+            "but {run.model.family} has no classifier-free guidance, which would need a prediction without a caption; "
+            "leave it out",
+        ),
+        ReadIn(
+            "in supervised steps",
+            lambda own, run: own.supervised_steps(run),
+            "but {own.name} drops captions in the supervised warm-up only, and algorithm.sft_steps is 0: no caption is "
+            "dropped; set sft_steps, or leave caption_dropout out",
+            warns=True,
+        ),
+    ] = 0.0
     """Share of supervised examples (SFT, the warm-up) trained on the empty prompt, and without a style adapter's
     reference, which classifier-free guidance steers away from (arXiv 2207.12598: 0.1); for families that have that
     guidance."""
@@ -200,38 +235,25 @@ class Objective(AlgorithmSection):
         """
         return float(backward)
 
-    def check(self, run: RunConfig, key: str = "") -> None:
-        if run.rollout.preset is not None and not (self.presets or self.name == "sft"):
-            raise ValueError(
-                f"rollout.preset: given {run.rollout.preset!r}, but {self.name} has no presets; leave preset out, and "
-                "set rollout.num_steps and guidance_scale"
-            )
-        facts = run.model.spec
-        if run.rollout.solver == "dpm2" and facts.prediction != "flow":
-            raise ValueError(
-                f"rollout.solver: given 'dpm2', which is of flow models, but {run.model.family} predicts the noise; "
-                "leave solver out"
-            )
-        if not getattr(self, self.shift_key) and facts.prediction == "epsilon":
-            raise ValueError(
-                f"algorithm.{self.shift_key}: given false, but {run.model.family} samples without a shift; leave "
-                f"{self.shift_key} out"
-            )
-        if self.caption_dropout and not run.model.doubles_for_guidance:
-            raise ValueError(
-                f"algorithm.caption_dropout: given {self.caption_dropout}, but {run.model.family} has no "
-                "classifier-free guidance, which would need a prediction without a caption; leave it out"
-            )
-        if self.region == "all" and self.region_dilation:
-            raise ValueError(
-                f"algorithm.region_dilation: given {self.region_dilation}, but algorithm.region is 'all'; set "
-                "region=mask, or region_dilation=0"
-            )
-        if self.seam_weight != 1 and not self.region_dilation:
-            raise ValueError(
-                f"algorithm.seam_weight: given {self.seam_weight}, but it weighs the cells that region_dilation adds, "
-                "and that is 0; set region_dilation, or seam_weight=1"
-            )
+
+SHIFTED = ReadIn(
+    "by flow models",
+    lambda own, run: run.model.spec.prediction == "flow",
+    "but {run.model.family} samples without a shift; leave {name} out",
+)
+"""Of training times that may be shifted as sampling shifts them."""
+
+SAMPLES = ReadIf(
+    "in runs that sample images",
+    lambda own: not own.given_images,
+    "but {own.takes_given} samples no images; leave {name} out",
+)
+"""Of what is done with rollouts."""
+
+
+def _no_reference(own: Any, run: object) -> str:
+    remedy = "set algorithm.kl_weight, or " if hasattr(own, "kl_weight") else ""
+    return f"but {own.name} keeps no reference policy here; {remedy}leave kl_reference out"
 
 
 class RlConfig(Objective):
@@ -239,10 +261,7 @@ class RlConfig(Objective):
 
     KEPT: ClassVar[Set[str]] = {"sft_steps", "sft_shifted_times"}
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"sft_shifted_times", "combine", "resample_rounds"}
-    UNREAD: ClassVar[Set[str]] = {
-        *("rollout.step_rule", "rollout.noise_level", "rollout.eta", "rollout.window", "rollout.shared_noise"),
-        *("rollout.preset", "optimizer.steps_per_forward"),
-    }
+    READS: ClassVar[Set[Reading]] = {"diffusion", "solver", "warm_up", "rollouts"}
     ALIASES: ClassVar[Mapping[str, str]] = {
         "warmup_steps": "sft_steps",
         "warmup_shifted_times": "sft_shifted_times",
@@ -251,29 +270,33 @@ class RlConfig(Objective):
     sft_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of the supervised warm-up (SFT) before the first rollout; they count towards
     training.max_steps."""
-    sft_shifted_times: bool = True
+    sft_shifted_times: Annotated[
+        bool,
+        ReadIf(
+            "with `sft_steps` above 0",
+            lambda own: own.sft_steps,
+            "but algorithm.sft_steps is 0: there is no supervised warm-up; set sft_steps, or leave sft_shifted_times "
+            "out",
+        ),
+        SHIFTED,
+    ] = True
     """Sample the training times of the supervised warm-up through the same shift as sampling."""
-    inner_epochs: Count = 1
+    inner_epochs: Annotated[Count, SAMPLES] = 1
     """Passes over the rollouts of an epoch."""
-    combine: Literal["normalize_then_sum", "sum_then_normalize"] = "normalize_then_sum"
+    combine: Annotated[Literal["normalize_then_sum", "sum_then_normalize"], SAMPLES] = "normalize_then_sum"
     """Several rewards: the weighted sum of the advantages of each, in which no reward dominates by its range, or the
     advantages of their weighted sum."""
-    kl_reference: Literal["initial", "base"] = "initial"
+    kl_reference: Annotated[
+        Literal["initial", "base"],
+        ReadIf("with a KL, or another use of a reference", lambda own: "reference" in own.snapshots, _no_reference),
+    ] = "initial"
     """Reference policy of the KL (DPO: of the implicit reward). "initial" is the policy at the start of RL, with
     `model.train.initial_adapter` and after the supervised warm-up; "base" is the model without its LoRA."""
-    resample_rounds: Annotated[int, Field(ge=0)] = 0
+    resample_rounds: Annotated[int, Field(ge=0), SAMPLES] = 0
     """Rounds of new groups for those with zero reward variance (DAPO's dynamic sampling, arXiv 2503.14476)."""
 
     def supervised_steps(self, run: RunConfig) -> int:
         return self.sft_steps
-
-    def warnings(self, run: RunConfig) -> Iterable[str]:
-        if self.caption_dropout and not self.sft_steps:
-            yield (
-                f"algorithm.caption_dropout: given {self.caption_dropout:g}, but {self.name} drops captions in the "
-                "supervised warm-up only, and algorithm.sft_steps is 0: no caption is dropped; set sft_steps, or leave "
-                "caption_dropout out"
-            )
 
     def rows_per_device(self, run: RunConfig, world_size: int) -> int:
         """Samples (DPO: pairs) of an epoch that a process trains on."""
@@ -291,72 +314,53 @@ class RlConfig(Objective):
                 f"algorithm.sft_steps: given {self.sft_steps}, more than training.max_steps "
                 f"{run.training.max_steps}, which counts them too; set a larger training.max_steps"
             )
-        if not self.sft_steps and not self.sft_shifted_times:
+        if self.kl_reference == "base" and run.model.train.kind != "lora":
             raise ValueError(
-                "algorithm.sft_shifted_times: given false, but algorithm.sft_steps is 0: there is no supervised "
-                "warm-up; set sft_steps, or leave sft_shifted_times out"
+                f"algorithm.kl_reference: given 'base', but model.train.kind is {run.model.train.kind}, whose base is "
+                "not kept; leave kl_reference out, or set model.train.kind=lora"
             )
-        if self.step_rule(run) is None:
-            self._samples_by_the_ode(run)
-        if self.kl_reference == "base":
-            self._can_compare_with_the_base(run)
-        super().check(run)
+        super().check(run, key)
 
     @property
-    def _takes_given(self) -> str:
+    def takes_given(self) -> str:
         """The choice by which the run trains on given images."""
         return "algorithm.pairs=offline" if "win" in self.given_images else self.name
 
-    def takes_only_given_images(self, run: RunConfig, takes: str, remedy: str = "") -> None:
-        """Refuse data without images to train on, and options of rollouts.
+    def reads(self, what: Reading) -> bool:
+        sampled = not self.given_images if what == "solver" else self.trains_on_rewards or what != "rollouts"
+        return sampled and super().reads(what)
+
+    def unread(self, run: RunConfig, key: str, what: Reading) -> str:
+        name, given, records = key.rpartition(".")[2], bool(self.given_images), self.recorded_steps(run) > 0
+        if what == "presets":
+            return f"{self.name} has no presets; leave preset out, and set rollout.num_steps and guidance_scale"
+        if what == "parts":
+            rows = "takes every trained step as a row" if records else "trains no solver steps"
+            return f"{self.name} {rows}; leave it out"
+        if what == "rollouts":
+            return f"{self.name} samples no images to train on; leave it out"
+        if what not in ("step_rule", "solver"):
+            return super().unread(run, key, what)
+        why = f"{self.takes_given} samples no images" if given else f"{self.name} samples by the ODE"
+        if name == "window":
+            return f"{why}{'' if given or records else ' and trains no steps of it'}; leave it out"
+        if name == "shared_noise":
+            same = "" if given else ", and all images of a group would be the same"
+            return f"{why}{same}; set shared_noise=false"
+        return f"{why}; leave {'it' if what == 'solver' else name} out"
+
+    def require_given_images(self, run: RunConfig, takes: str, remedy: str = "") -> None:
+        """Refuse data without images to train on.
 
         Args:
             takes: what of a manifest it trains on, as the end of a sentence.
             remedy: another remedy than the format.
         """
-        which = self._takes_given
         if run.data.format != "manifest":
             raise ValueError(
-                f"data.format: given {run.data.format!r}, but {which} {takes}; set data.format=manifest{remedy}"
+                f"data.format: given {run.data.format!r}, but {self.takes_given} {takes}; set data.format=manifest"
+                f"{remedy}"
             )
-        for name in ("rollout_policy", "resample_rounds", "inner_epochs", "combine"):
-            field = type(self).model_fields.get(name)
-            if field is not None and getattr(self, name) != field.default:
-                raise ValueError(
-                    f"algorithm.{name}: given {getattr(self, name)!r}, but {which} samples no images; leave {name} out"
-                )
-
-    def _can_compare_with_the_base(self, run: RunConfig) -> None:
-        """Refuse kl_reference=base where there is no reference, or no LoRA that can be left out."""
-        given = "algorithm.kl_reference: given 'base', but"
-        if "reference" not in self.snapshots:
-            remedy = "set algorithm.kl_weight, or " if hasattr(self, "kl_weight") else ""
-            raise ValueError(f"{given} {self.name} keeps no reference policy here; {remedy}leave kl_reference out")
-        if run.model.train.kind != "lora":
-            raise ValueError(
-                f"{given} model.train.kind is {run.model.train.kind}, whose base is not kept; leave kl_reference out, "
-                "or set model.train.kind=lora"
-            )
-
-    def _samples_by_the_ode(self, run: RunConfig) -> None:
-        """Refuse options of stochastic steps."""
-        rollout, given = run.rollout, bool(self.given_images)
-        records, steps = self.recorded_steps(run) > 0, run.optimizer.steps_per_forward
-        if isinstance(steps, int) and "optimizer.steps_per_forward" in self.UNREAD:
-            rows = "takes every trained step as a row" if records else "trains no solver steps"
-            raise ValueError(f"optimizer.steps_per_forward: given {steps}, but {self.name} {rows}; leave it out")
-        why = f"{self._takes_given} samples no images" if given else f"{self.name} samples by the ODE"
-        for name in ("noise_level", "eta", "step_rule"):
-            if getattr(rollout, name) is not None:
-                raise ValueError(f"rollout.{name}: given {getattr(rollout, name)!r}, but {why}; leave {name} out")
-        if rollout.window is not None:
-            untrained = "" if given or records else " and trains no steps of it"
-            raise ValueError(f"rollout.window: given, but {why}{untrained}; leave it out")
-        if given and rollout.solver != "first_order":
-            raise ValueError(f"rollout.solver: given {rollout.solver!r}, but {why}; leave it out")
-        if rollout.shared_noise:
-            same = "" if given else ", and all images of a group would be the same"
-            raise ValueError(f"rollout.shared_noise: given true, but {why}{same}; set shared_noise=false")
 
 
 class AdvantageConfig(RlConfig):
@@ -402,4 +406,4 @@ class AdvantageConfig(RlConfig):
                 f"algorithm.resample_rounds: given {self.resample_rounds}, which replaces groups that are left out; "
                 "set algorithm.baseline=group and algorithm.skip_zero_std_groups=true, or resample_rounds=0"
             )
-        super().check(run)
+        super().check(run, key)

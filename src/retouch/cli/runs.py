@@ -92,7 +92,8 @@ def check(
     kind = config.algorithm.trained_kind(config)
     typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {kind}, {config.algorithm.name})")
     for name, value in derived.items():
-        typer.echo(f"  {name.replace('_', ' '):32} {value:g}")
+        if value:  # 0: the run has none of these
+            typer.echo(f"  {name.replace('_', ' '):32} {value:g}")
     for line in (*preset_lines(config), *cost_lines(config, price)):
         typer.echo(f"  {line}")
     if counted is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+
+from retouch.config.reads import Reading, require_read_beside
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -26,10 +28,6 @@ ImageCount = Annotated[int, Field(ge=1, le=MOST_IMAGES)]
 SolverSteps = Annotated[int, Field(ge=1, le=1000)]
 Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-
-EARLIER_DEFAULTS: Mapping[str, object] = {"optimizer.steps_per_forward": None}
-"""Dotted key -> its default in earlier versions. Stored run files have it where nothing reads the key, and a resumed
-run keeps it where its run file leaves the key out."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +65,35 @@ class Section(BaseModel):
     FREE_IN_EPOCH: ClassVar[Set[str]] = frozenset()
     """Options that may change when a run resumes inside an epoch; subclasses have those of their bases, too. See
     `is_free_in_epoch`."""
+    READ_BY: ClassVar[Reading | None] = None
+    """What an algorithm must read options for (`retouch.config.reads`) to read those of this section that declare
+    nothing; None: every algorithm reads them."""
+    READ_BY_ALL: ClassVar[Set[str]] = frozenset()
+    """Options that every algorithm reads all the same."""
 
     def check(self, run: RunConfig, key: str = "") -> None:
-        """Reject options of this section that cannot work in this run: "key: given ...; expected ...; set ...".
+        """Reject options of this section that cannot work in this run: "key: given ...; expected ...; set ...". A rule
+        stands with the component that reads the option, a rule between two components with the narrower one; what a
+        rule needs examples for is in `retouch.data.rules`.
 
         Args:
-            key: key of the section, for sections that may have several keys.
+            key: dotted key of the section.
 
         Raises:
             ValueError: with that message.
         """
+
+    def check_trainable(self, run: RunConfig, key: str = "") -> None:
+        """Reject options that no run is trained with, but that a run of an earlier version may have: it is still
+        opened.
+
+        Raises:
+            ValueError: as `check`.
+        """
+
+    def warnings(self, run: RunConfig) -> Iterable[str]:
+        """A sentence for each option that is valid but probably not intended: its key, its effect, the remedy."""
+        return ()
 
     def unused(self) -> frozenset[str]:
         """Options without effect beside the others of this section."""
@@ -118,9 +135,9 @@ class Section(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _numbers_are_numbers(cls, value: object, read: ModelWrapValidatorHandler[Self]) -> Self:
-        """Reject what pydantic converts to a number: `1_000`, and a truth value (`keep_checkpoints: true` would keep
-        one)."""
+    def _is_sound(cls, value: object, read: ModelWrapValidatorHandler[Self]) -> Self:
+        """Reject what pydantic converts to a number, `1_000` and a truth value (`keep_checkpoints: true` would keep
+        one), and what nothing reads beside the other options."""
         section = read(value)
         for key, given in cast("Mapping[str, object]", value).items() if isinstance(value, Mapping) else ():
             found = getattr(section, key, None)
@@ -130,6 +147,7 @@ class Section(BaseModel):
                 raise ValueError(f"{key}: given {given!r}, which is text in YAML 1.2; write the number without _")
             if isinstance(given, bool):
                 raise ValueError(f"{key}: given {str(given).lower()}; expected a number; write one, or leave {key} out")
+        require_read_beside(section)
         return section
 
     @model_validator(mode="before")
@@ -143,6 +161,17 @@ class Section(BaseModel):
                 if (given := section.pop(key, today)) != today:  # a stored run file is still read
                     _warn_of_retired(f"{key}: given {given!r}, which earlier versions had; every run has {today!r}")
         return section
+
+
+def sections(value: object, key: str = "") -> Iterator[tuple[str, Section]]:
+    """A section and all in it, by their dotted keys; the outer ones first."""
+    if isinstance(value, Section):
+        yield key, value
+        for name in type(value).model_fields:
+            yield from sections(getattr(value, name), f"{key}.{name}".lstrip("."))
+    elif isinstance(value, Mapping):
+        for name, entry in cast("Mapping[object, object]", value).items():
+            yield from sections(entry, f"{key}.{name}")
 
 
 @cache

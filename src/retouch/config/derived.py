@@ -269,7 +269,7 @@ def spans(parts: int, size: int) -> list[range]:
 def sampling_forwards(run: RunConfig) -> float:
     """Forwards that sampling one image takes; steps before the window are taken once a group where noise is shared."""
     rollout = run.rollout
-    if not (rollout.window and rollout.shared_noise):
+    if not (rollout.window and rollout.shared_noise and stochastic_steps(run)):
         return float(rollout.num_steps)
     starts: Sequence[int] = window_starts(run)
     if rollout.window.position == "sliding":

@@ -4,15 +4,21 @@ that `extends` that one, except for the keys of `Section.KEPT`."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from retouch.algorithms import ALGORITHMS
 from retouch.config.errors import ConfigError
+from retouch.config.optimizer import OptimizerConfig
+from retouch.config.reads import ReadBy, reads_of
+from retouch.config.rollout import RolloutConfig
 from retouch.config.variables import with_variables
 from retouch.data.formats import FORMATS
 from retouch.families import DEFAULT_FAMILY, FAMILIES
 from retouch.registry import Registry
 from retouch.rewards import REWARDS
+
+if TYPE_CHECKING:
+    from retouch.algorithms.base import AlgorithmSection
 
 Key = tuple[str, ...]
 
@@ -129,12 +135,13 @@ def is_set(path: Key, typed: Collection[Key]) -> bool:
 
 
 def _drop_unread(run: Mapping[str, Any], algorithm: object, typed: Collection[Key]) -> Iterator[str]:
-    """Drop the keys of other sections that an algorithm refuses."""
-    unread = cast("Collection[str]", getattr(ALGORITHMS.find(algorithm), "UNREAD", ()))
-    for dotted in sorted(unread):
-        name, key = dotted.split(".")
+    """Drop the keys of `rollout` and `optimizer` that an algorithm refuses."""
+    kind = cast("type[AlgorithmSection] | None", ALGORITHMS.find(algorithm))
+    for name, of in (("optimizer", OptimizerConfig), ("rollout", RolloutConfig)) if kind else ():
         section = run.get(name)
-        set_here = is_set((name, key), typed) or any(one[:2] == (name, key) for one in typed)
-        if isinstance(section, dict) and key in section and not set_here:
-            del section[key]
-            yield dotted
+        for key, marks in sorted(reads_of(of).items()) if isinstance(section, dict) else ():
+            refused = any(isinstance(mark, ReadBy) and mark.what not in kind.READS for mark in marks)
+            set_here = is_set((name, key), typed) or any(one[:2] == (name, key) for one in typed)
+            if refused and not kind.WARNS_UNREAD and key in section and not set_here:
+                del section[key]
+                yield f"{name}.{key}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from retouch.config.errors import ConfigError
-from retouch.data.base import DataSection, ItemFiles
+from retouch.data.base import DataSection
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -40,26 +38,3 @@ def data_sections(run: RunConfig) -> dict[str, DataSection]:
     """The sections of a run that name examples, by key."""
     named = dict(zip(DATA_SECTIONS, (run.data, run.warmup_data, run.evaluation.data), strict=True))
     return {name: section for name, section in named.items() if section is not None}
-
-
-def require_more_images(run: RunConfig, name: str, items: Sequence[ItemFiles]) -> None:
-    """Refuse further source images that the model does not read, or not as many in each item.
-
-    Args:
-        name: of the data section, for messages.
-
-    Raises:
-        ConfigError: as above.
-    """
-    first, *rest = ((item.id, len(item.more_paths)) for item in items)
-    other = next(((item, count) for item, count in rest if count != first[1]), None)
-    if other is not None:
-        raise ConfigError(
-            f"{name}: example {first[0]} has {first[1]} more_images and example {other[0]} has {other[1]}, which do "
-            "not fit into one batch; give all examples as many, or make a file for each number"
-        )
-    if first[1] and not run.model.takes_more_images:
-        raise ConfigError(
-            f"{name}: example {first[0]} has more_images, but {run.model.family} reads one source image; leave "
-            "more_images out, or set model.family=qwen_image_edit with model.variant=edit_plus"
-        )

@@ -40,7 +40,7 @@ def fill_in(run: Mapping[str, Any]) -> dict[str, Any]:
     rollout, algorithm = section_of(completed, "rollout"), kind.renamed(section_of(completed, "algorithm"))
     family = section_of(completed, "model").get("family", DEFAULT_FAMILY)
     preset: Any = rollout.get("preset")
-    if preset not in get_args(Preset) or not kind.presets or family not in FAMILIES:
+    if preset not in get_args(Preset) or "presets" not in kind.READS or family not in FAMILIES:
         return completed
     keys = kind.preset_keys(preset, family, rollout, algorithm)
     return {
@@ -53,7 +53,7 @@ def fill_in(run: Mapping[str, Any]) -> dict[str, Any]:
 def preset_values(run: RunConfig) -> dict[str, tuple[object, object]]:
     """Dotted key -> (value of the run, value of its preset), of every key of its preset; empty without one."""
     preset, algorithm = run.rollout.preset, run.algorithm
-    if preset is None or not algorithm.presets:
+    if preset is None or not algorithm.reads("presets"):
         return {}
     rollout = {"step_rule": run.rollout.step_rule, "num_steps": run.rollout.num_steps}
     keys = algorithm.preset_keys(preset, run.model.family, rollout, {})

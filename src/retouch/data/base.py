@@ -15,12 +15,12 @@ from pydantic import (
     AfterValidator,
     Field,
     ValidationError,
-    ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
 )
 
 from retouch.config.base import Count, Section
+from retouch.config.reads import ReadBy, ReadIf, ReadIn
 from retouch.data.remote import pinned
 from retouch.errors import DataError, shown
 from retouch.files.hub import is_hub_id
@@ -289,6 +289,12 @@ def _item_problem(item: Any) -> str | None:
     return None
 
 
+def _takes_references(run: RunConfig) -> bool:
+    from retouch.config.needs import takes_references
+
+    return takes_references(run, scored=True)
+
+
 class ImageSection(DataSection):
     """Options of formats whose items have images."""
 
@@ -299,14 +305,30 @@ class ImageSection(DataSection):
     invert_mask: bool = False
     """Invert the masks: for masks that mark the region to keep. Masks that are made from the places of `lines` stay as
     they are."""
-    reference: ReferenceRole = "given"
+    reference: Annotated[
+        ReferenceRole,
+        ReadIn(
+            "with a style adapter, a style reward, `reference_strip`, or a family that reads a reference",
+            lambda own, run: _takes_references(run),
+            "but nothing in the run reads a reference; set model.train.kind=ip_adapter, a style reward or a "
+            "reference_strip, or leave it out",
+        ),
+    ] = "given"
     """Style reference of an item. "given": its own file. "mask_box": if it has no file, the mask box of the target
     (else of the source). "half_box", for supervised steps: one half of that box is the reference and only the other
     half is repainted, which makes copying the reference always wrong; odd ids give the second half."""
-    reference_strip: Count | None = None
+    reference_strip: Annotated[Count | None, ReadBy("diffusion")] = None
     """Pixels: stack the reference above the image, in a strip of this height that is not repainted (in-context
     reference); the strip is cut off again before images are scored and shown. Null: none."""
-    reference_strip_fit: StripFit = "contain"
+    reference_strip_fit: Annotated[
+        StripFit,
+        ReadIf(
+            "with `reference_strip`",
+            lambda own: own.reference_strip is not None,
+            "but there is no strip to fill; set reference_strip to its height in pixels (288 holds a reference of 16:9 "
+            "at 512), or leave reference_strip_fit out",
+        ),
+    ] = "contain"
     """Size of the reference in the strip. "contain": as large as fits, centered. "full_width": scaled to the width of
     the image, its height rounded to a multiple of 16, directly above the image, as Calligrapher stacks it; a reference
     that is higher than the strip at that width is squeezed to the height of the strip. The rest of the strip is white,
@@ -314,19 +336,7 @@ class ImageSection(DataSection):
 
     has_images: ClassVar[frozenset[str]] = frozenset({"source", "mask", "target", "reference", "win", "lose"})
 
-    @field_validator("reference_strip_fit")
-    @classmethod
-    def _has_a_strip(cls, value: StripFit, info: ValidationInfo) -> StripFit:
-        if value != "contain" and info.data.get("reference_strip", 0) is None:
-            raise ValueError(
-                f"given {value!r}, but there is no strip to fill; set reference_strip to its height in pixels (288 "
-                "holds a reference of 16:9 at 512), or leave reference_strip_fit out"
-            )
-        return value
-
     def check(self, run: RunConfig, key: str = "") -> None:
-        from retouch.config.needs import takes_references
-
         trained = run.data.image_options
         if self.reference_strip != trained.reference_strip:
             raise ValueError(
@@ -338,11 +348,6 @@ class ImageSection(DataSection):
                 f"{key}.reference_strip_fit: given {self.reference_strip_fit!r}, but data.reference_strip_fit is "
                 f"{trained.reference_strip_fit!r}; a model is trained and used with one layout; set "
                 f"{key}.reference_strip_fit={trained.reference_strip_fit}"
-            )
-        if self.reference != "given" and not takes_references(run, scored=True):
-            raise ValueError(
-                f"{key}.reference: given {self.reference!r}, but nothing in the run reads a reference; set "
-                "model.train.kind=ip_adapter, a style reward or a reference_strip, or leave it out"
             )
         sft = not run.algorithm.trains_on_rewards and not run.algorithm.given_images
         supervised = key == "warmup_data" or (key == "data" and sft and run.evaluation.data is not None)
@@ -371,7 +376,14 @@ class ProtocolData(DataSection):
     the rest. No image is in both, independent of other options."""
     held_out_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Approximate share that is held out; the same for both parts."""
-    curriculum: Count = 1
+    curriculum: Annotated[
+        Count,
+        ReadIn(
+            "by rollouts",
+            lambda own, run: own is run.data and run.algorithm.trains_on_rewards,
+            "but only rollouts have a curriculum, and they draw from data; leave it out",
+        ),
+    ] = 1
     """Number of stages n of the rollouts; stage s uses the easiest s/n of the examples. 1 uses all from the start."""
 
     choices: ClassVar[tuple[str, ...]]
@@ -395,14 +407,9 @@ class ProtocolData(DataSection):
 
     def check(self, run: RunConfig, key: str = "") -> None:
         super().check(run, key)
-        if self.curriculum != 1 and (key != "data" or not run.algorithm.trains_on_rewards):
-            raise ValueError(
-                f"{key}.curriculum: given {self.curriculum}, but only rollouts have a curriculum, and they draw from "
-                "data; leave it out"
-            )
         for name, data in (("data", run.data), ("warmup_data", run.warmup_data)) if key == "evaluation.data" else ():
             if isinstance(data, ProtocolData) and data.path == self.path and self.overlaps(data):
-                self._is_held_out_of(name, data)
+                self._require_held_out_of(name, data)
 
     def require_items(self, items: list[ItemFiles | ItemError]) -> list[ItemFiles | ItemError]:
         """The items of the section, at least one.
@@ -418,7 +425,7 @@ class ProtocolData(DataSection):
             f"(held_out_share {self.held_out_share:g}); choose others, or add data"
         )
 
-    def _is_held_out_of(self, name: str, data: ProtocolData) -> None:
+    def _require_held_out_of(self, name: str, data: ProtocolData) -> None:
         if (data.part, self.part) != ("train", "held_out"):
             raise ValueError(
                 f"evaluation.data.part: given {self.part!r} beside {name}.part {data.part!r} of the same path: "

@@ -152,7 +152,7 @@ def load_dataset(
     if check_prompts is not None:
         outcomes = _with_read_prompts(outcomes, partial(check_prompts, config), purpose, processes)
     good = [outcome for outcome in outcomes if isinstance(outcome, ItemFiles)]
-    bad = [outcome for outcome in outcomes if isinstance(outcome, ItemError)]
+    bad = [in_place(str(outcome), purpose) for outcome in outcomes if isinstance(outcome, ItemError)]
     if len(bad) > config.max_bad_items:
         raise DataError(
             f"{purpose}: {len(bad)} of {len(listed)} items are broken, more than max_bad_items {config.max_bad_items}; "
@@ -234,8 +234,14 @@ def doubts_of(doubts: Sequence[ItemDoubt], items: int, purpose: str) -> str:
 
 
 def in_place(message: str, purpose: str) -> str:
-    """A message, with the option of the command line in place of the key if that is where the section comes from."""
-    return message.replace("set data.invert_mask=true", "add --invert-mask") if "--" in purpose else message
+    """A message about an item with the keys of its section, or the option of the command line if the section comes from
+    there."""
+    if "--" in purpose:
+        return message.replace("set data.invert_mask=true", "add --invert-mask")
+    return _OPTION.sub(f"{purpose}.", message)
+
+
+_OPTION = re.compile(r"(?<![\w./-])data\.(?=(?:fit|invert_mask|reference|resolution)\b)")
 
 
 def check_item(

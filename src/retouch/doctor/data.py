@@ -122,18 +122,18 @@ def _checked(what: str, check: Callable[[], str | None]) -> Iterator[Line]:
 
 def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> None:
     """Check for the labels of KTO, for targets of supervised steps, and for enough examples of an epoch."""
-    from retouch.training.build import enough_groups, needs_targets
+    from retouch.data.rules import require_groups, require_targets
 
     if not run.algorithm.trains_text_encoder:  # a generation may repeat a prompt
         run.algorithm.check_items(data.items)
-        needs_targets(run, warmup)
-        enough_groups(run, derive(run, world_size), data)
+        require_targets(run, warmup)
+        require_groups(run, derive(run, world_size), data)
 
 
 def _held_out(run: RunConfig, held_out: Dataset, *training: Dataset) -> None:
-    from retouch.training.build import is_held_out
+    from retouch.data.rules import require_held_out
 
-    is_held_out(run, held_out, *training)
+    require_held_out(run, held_out, *training)
 
 
 def start_lines(run: RunConfig) -> Iterator[Line]:

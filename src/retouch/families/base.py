@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
@@ -17,9 +18,12 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     field_validator,
 )
+from pydantic_core import to_jsonable_python
 
 from retouch.config.base import Count, NonNegative, Positive, Section, Text, Unit
+from retouch.config.reads import ReadBy, ReadIf, ReadIn
 from retouch.families import FAMILIES
+from retouch.files.model_files import Damaged, json_object
 from retouch.registry import Chosen
 from retouch.types import Prediction
 
@@ -170,6 +174,13 @@ class TrainLora(Section):
     start as a no-op. Null starts with a new LoRA, which changes nothing at first."""
 
 
+KV_LORA = ReadIf(
+    "with `weights: kv_lora`",
+    lambda own: own.weights == "kv_lora",
+    "which weights=kv_lora reads, but weights is {own.weights!r}; leave {name} out, or set weights=kv_lora",
+)
+
+
 class TrainIpAdapter(Section):
     """Train a style adapter (IP-Adapter, arXiv 2308.06721) on the frozen network: a reference image becomes tokens that
     every block attends to. Every example needs a reference."""
@@ -182,23 +193,45 @@ class TrainIpAdapter(Section):
     Null is google/siglip-so400m-patch14-384, for sd_inpaint laion/CLIP-ViT-H-14-laion2B-s32B-b79K."""
     tokens: Count | None = None
     """Tokens of a reference; null is 128, as ComfyUI requires; for sd_inpaint 4, as diffusers requires."""
-    query_former: bool = False
+    query_former: Annotated[
+        bool,
+        ReadIn(
+            "by families whose projection has several layers",
+            lambda own, run: run.model.spec.adapter.head != "linear",
+            "but the projection of {run.model.family} is one layer; leave {name} out",
+        ),
+    ] = False
     """Add the second head of the released Calligrapher to the projection."""
     weights: Literal["all", "no_last_layer", "kv", "kv_lora"] = "all"
     """Weights of the adapter that are trained: all; all but the last layer of each head of the projection, which is
     nearly half of them; keys and values alone; low-rank adapters on keys and values."""
-    rank: Count = 32
+    rank: Annotated[Count, KV_LORA] = 32
     """Rank of the factors of kv_lora."""
-    alpha: Alpha = Field(default_factory=_twice_the_rank)
+    alpha: Annotated[Alpha, KV_LORA] = Field(default_factory=_twice_the_rank)
     """Updates of kv_lora are scaled by alpha / rank; null is 2 · rank."""
     scale: NonNegative | Annotated[list[NonNegative], Field(min_length=1)] | None = None
     """Factor of the attention to the reference: one for all blocks, or one per block; null takes that of
     `initial_adapter`, else 1. Files keep it."""
-    value_norm: bool | None = None
+    value_norm: Annotated[
+        bool | None,
+        ReadIn(
+            "by families whose attention can normalize values",
+            lambda own, run: not own.value_norm or run.model.spec.adapter.normalizes_values,
+            "but {run.model.family} uses the attention of diffusers, which does not normalize values; leave value_norm "
+            "out",
+        ),
+    ] = None
     """Normalize the values of each head (RMS norm without weights), as ComfyUI-IPAdapter-Flux does: its node then
     generates the same images, and the strength of a block is `scale` alone from the first step on. Null takes that of
     `initial_adapter`, else false. Files record it."""
-    reference_dropout: Unit = 0.0
+    reference_dropout: Annotated[
+        Unit,
+        ReadIn(
+            "in supervised steps",
+            lambda own, run: run.algorithm.supervised_steps(run),
+            "but the run has no supervised steps; leave it out, or set algorithm.sft_steps",
+        ),
+    ] = 0.0
     """Share of the samples of supervised steps that are trained without their reference. Such a sample attends to no
     reference token and trains nothing on a frozen network; for sd_inpaint its vector is 0, as in the
     unconditional half of guidance."""
@@ -217,7 +250,7 @@ class TrainIpAdapter(Section):
             ) from None
 
     def check(self, run: RunConfig, key: str = "model.train") -> None:
-        """Raise ValueError if the family, or the phases of the run, do not support these options."""
+        """Raise ValueError if the family, or the engine of the run, does not support these options."""
         spec = run.model.spec
         if spec.adapter is None:
             able = [name for name, section in FAMILIES.available().items() if section.spec.adapter is not None]
@@ -225,28 +258,15 @@ class TrainIpAdapter(Section):
                 f"{key}.kind: given 'ip_adapter', but {spec.family} has no style adapter; set {key}.kind=lora, or "
                 f"model.family to one of {', '.join(able)}"
             )
-        if spec.adapter.head == "linear":
-            for name, value in (("query_former", self.query_former), ("weights", self.weights == "no_last_layer")):
-                if value:
-                    raise ValueError(
-                        f"{key}.{name}: given {getattr(self, name)!r}, but the projection of {spec.family} is one "
-                        f"layer; leave {name} out"
-                    )
-        if self.value_norm and not spec.adapter.normalizes_values:
+        if spec.adapter.head == "linear" and self.weights == "no_last_layer":
             raise ValueError(
-                f"{key}.value_norm: given true, but {spec.family} uses the attention of diffusers, which does not "
-                "normalize values; leave value_norm out"
+                f"{key}.weights: given 'no_last_layer', but the projection of {spec.family} is one layer; leave "
+                "weights out"
             )
-        defaults = TrainIpAdapter()
-        if self.weights != "kv_lora" and (self.rank, self.alpha) != (defaults.rank, defaults.alpha):
+        if run.training.sharding not in ("none", "zero2"):
             raise ValueError(
-                f"{key}.rank: rank and alpha are of weights=kv_lora, but weights is {self.weights!r}; leave them out, "
-                "or set weights=kv_lora"
-            )
-        if self.reference_dropout and not run.algorithm.supervised_steps(run):
-            raise ValueError(
-                f"{key}.reference_dropout: given {self.reference_dropout}, but the run has no supervised steps; leave "
-                "it out, or set algorithm.sft_steps"
+                f"training.sharding: given {run.training.sharding!r}, but the files of a style adapter need its frozen "
+                "weights whole; set sharding=zero2, or none"
             )
 
 
@@ -314,7 +334,7 @@ class ModelSection(Section):
     weights_variant: Text | None = None
     """Variant of the weight files: "fp16" reads `*.fp16.safetensors` in every part that has them, and the plain files
     in the others, as `variant` of diffusers does. Null reads the plain files."""
-    quantize: Quantization | None = None
+    quantize: Annotated[Quantization | None, ReadBy("diffusion")] = None
     """Storage of the matrices in the blocks of the frozen network, under LoRA or a style adapter: "int8" and "fp8"
     (e4m3) take 1 byte per weight, "nf4" (QLoRA, arXiv 2305.14314; bitsandbytes) 0.56; each use restores them in the
     precision of training. Rollouts, training and evaluation all use the quantized network. Null keeps `dtype`."""
@@ -329,13 +349,13 @@ class ModelSection(Section):
     overlapping tiles, which slightly changes pixels near their edges."""
     offload_vae: bool = False
     """Keep the autoencoder on the CPU and move it to the device only while it encodes or decodes."""
-    free_text_encoders: bool = False
+    free_text_encoders: Annotated[bool, ReadBy("diffusion")] = False
     """Encode every prompt of the run at the start, before the network is placed, then drop the text encoders. Every
     process keeps the prompts in host memory: a run whose prompts take more than the encoders ends with an error."""
-    embeddings: Text | None = None
+    embeddings: Annotated[Text | None, ReadBy("diffusion")] = None
     """Folder that `retouch data precompute` filled: text and references are looked up there, and their encoders are
     not loaded. Null encodes during training."""
-    train: Train = TrainLora()
+    train: Annotated[Train, ReadBy("diffusion")] = TrainLora()
     """Trained part of the network: a low-rank adapter, all weights, or a style adapter."""
 
     @classmethod
@@ -446,9 +466,20 @@ class ModelSection(Section):
 
     @property
     def has_released_sizes(self) -> bool:
-        """Whether the network has the sizes of `spec.released`, as far as the run file states: a folder is taken for a
-        copy of the released model."""
-        return self.path != "tiny"
+        """Whether the network has the sizes of `spec.released`. A folder on this machine says so by its config; another
+        path is taken for that of a released model."""
+        if self.path == "tiny":
+            return False
+        name, other = self.spec.network_name, self.transformer
+        folder = Path((other or self).path).expanduser()
+        if not folder.is_dir():
+            return True
+        try:
+            config = json_object(folder / (name if other is None else other.subfolder or "") / "config.json")
+        except Damaged:
+            return False
+        sizes = to_jsonable_python(self.spec.released.get(name, {}))
+        return all(config.get(key, size) == size for key, size in sizes.items())
 
     def text_tokens(self, size: tuple[int, int]) -> int:
         """Text tokens of a sample in the network; where they follow the prompt, those of one of `PROMPT_TOKENS`."""
@@ -467,21 +498,48 @@ class ModelSection(Section):
         """Raise ValueError if this model does not support the run's options: "key: given …; expected …; set …"."""
         if not self.path:
             raise ValueError(f"{key}.path: empty; set a hub id or a folder in the diffusers layout")
-        if isinstance(self.train, TrainIpAdapter):
-            self.train.check(run, f"{key}.train")
         if self.quantize is not None:
-            self._can_be_quantized(run, f"{key}.quantize: given {self.quantize!r}, but")
+            self._require_quantizable(run, f"{key}.quantize: given {self.quantize!r}, but")
         if self.attention is not None:
-            self._has_attention(f"{key}.attention: given {self.attention!r}, but")
+            self._require_attention(f"{key}.attention: given {self.attention!r}, but")
+        scale = run.rollout.guidance_scale
+        if self.distilled_steps is not None and scale is not None and scale > 1:
+            raise ValueError(
+                f"rollout.guidance_scale: given {scale:g}, but {self.path} was distilled to sample in "
+                f"{self.distilled_steps} steps without guidance; set rollout.guidance_scale=1, or the base model"
+            )
 
-    def _has_attention(self, given: str) -> None:
+    def warnings(self, run: RunConfig) -> Iterator[str]:
+        """What an objective assumes about a few-step model, which is no flow model, and does to it."""
+        algorithm, path = run.algorithm, self.path
+        if self.distilled_steps is None or algorithm.trains_text_encoder:
+            return
+        if algorithm.step_rule(run) is not None:
+            yield (
+                f"algorithm.name: given {algorithm.name!r} for {path}, a distilled model, whose stochastic steps leave "
+                "the distribution that it was distilled for; set algorithm.name=nft or dpo, or train the base model "
+                "and use its LoRA with the distilled one"
+            )
+        if algorithm.supervised_steps(run):
+            key = "algorithm.sft_steps" if algorithm.trains_on_rewards or algorithm.given_images else "algorithm.name"
+            yield (
+                f"{key}: supervised flow matching on {path}, a distilled model, undoes its distillation: images of few "
+                "steps become blurred; train the base model"
+            )
+        if algorithm.trains_on_rewards and "reference" not in algorithm.snapshots:
+            yield (
+                f"algorithm.kl_weight: given 0 for {path}, a distilled model; runs of some thousand steps without KL "
+                "are reported to lose detail; set algorithm.kl_weight above 0"
+            )
+
+    def _require_attention(self, given: str) -> None:
         if not self.spec.unmasked_attention:
             able = ", ".join(name for name, section in FAMILIES.available().items() if section.spec.unmasked_attention)
             raise ValueError(f"{given} {self.family} has no choice of kernels; leave attention out ({able} have it)")
         if isinstance(self.train, TrainIpAdapter):
             raise ValueError(f"{given} a style adapter brings attention of its own; leave attention out")
 
-    def _can_be_quantized(self, run: RunConfig, given: str) -> None:
+    def _require_quantizable(self, run: RunConfig, given: str) -> None:
         if isinstance(self.train, TrainFull):
             raise ValueError(
                 f"{given} model.train.kind=full trains the weights that it stores in few bits; set "

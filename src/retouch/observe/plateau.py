@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from retouch.config.check import PLATEAU_EVALUATIONS, PLATEAU_EXAMPLES
+from retouch.config.training import PLATEAU_EVALUATIONS, PLATEAU_EXAMPLES
 from retouch.observe.guards import FALSE_ALARMS, Row
 from retouch.observe.statistics import paired_difference
 

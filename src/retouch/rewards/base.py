@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field
 
 from retouch.config.base import Count, Names, NonNegative, Section, Text, Unit
 from retouch.config.errors import nearest
+from retouch.config.reads import ReadBy, ReadIf, is_given
 from retouch.errors import RetouchError
 from retouch.registry import Chosen
 from retouch.rewards import REWARDS
@@ -79,6 +80,19 @@ def tiled_tokens(size: tuple[int, int]) -> int:
     return 85 + 170 * math.prod(math.ceil(side * factor / 512) for side in size)
 
 
+TRAINED = ReadIf(
+    "with `role: train`",
+    lambda own: own.role == "train",
+    "but role is 'gold', which is never trained on; leave it out",
+)
+GATED = ReadIf("with `gated_by`", lambda own: own.gated_by is not None, "but gated_by is not set; leave it out")
+CROPPED = ReadIf(
+    "with `crop: mask_box`",
+    lambda own: own.crop == "mask_box",
+    "but crop is 'none'; set crop=mask_box, or leave it out",
+)
+
+
 class RewardEntry(Section):
     """One reward of the table; its key is the scorer's name unless `scorer` is set."""
 
@@ -109,9 +123,16 @@ class RewardEntry(Section):
     """Device of the scorer's network. "cuda" is the GPU that this process trains on, "auto" is that GPU, or the CPU if
     there is none, "cuda:2" is the third GPU. With url "auto" the server has one instance per device: "cuda" means every
     GPU of the machine that the run trains on, and a list names several, like [cuda:2, cuda:3]."""
-    weight: float = 1.0
+    weight: Annotated[
+        float,
+        ReadIf(
+            "with `role: train`",
+            lambda own: own.role == "train" or own.weight in (0.0, 1.0),
+            "but role is 'gold', which is never trained on; leave weight out, or set role=train",
+        ),
+    ] = 1.0
     """Weight of this reward in the combined score."""
-    gradient_weight: NonNegative = 0.0
+    gradient_weight: Annotated[NonNegative, TRAINED, ReadBy("gradients")] = 0.0
     """Weight of the gradient of this reward by the pixels, beside the advantages of an epoch (nft); the scorer must be
     differentiable and run in this process. With `weight: 0` the reward trains by its gradient alone."""
     role: Literal["train", "gold"] = "train"
@@ -122,21 +143,21 @@ class RewardEntry(Section):
     sample."""
     crop: Literal["none", "mask_box"] = "none"
     """"mask_box" passes only the bounding box of the mask to the scorer, of sample, source and mask."""
-    box_margin: Unit = 0.0
+    box_margin: Annotated[Unit, CROPPED] = 0.0
     """Widens the box of `crop` by this fraction of its sides."""
-    box_min_side: Count = 224
+    box_min_side: Annotated[Count, CROPPED] = 224
     """Minimum side of the box of `crop` in pixels, limited by the image size."""
     gated_by: Text | None = None
     """Name of another reward that gates this one: the value is multiplied by the gate's value, clamped to [0, 1]. If
     the gate fails, this reward fails too."""
-    gate_threshold: float | None = None
+    gate_threshold: Annotated[float | None, GATED] = None
     """Replaces the product: this reward counts in full if its gate reaches this value, and not at all below it."""
-    gate_floor: float = 0.0
+    gate_floor: Annotated[float, GATED] = 0.0
     """Value of the reward when its gate is closed; set it for rewards whose values are not above 0."""
-    transform: Literal["none", "win_rate"] = "none"
+    transform: Annotated[Literal["none", "win_rate"], TRAINED] = "none"
     """"win_rate" trains on the fraction of the group's other samples that a sample beats (a tie counts half) instead of
     the value."""
-    min_group_std: NonNegative = 0.0
+    min_group_std: Annotated[NonNegative, TRAINED] = 0.0
     """A group whose standard deviation does not exceed this gets no advantage from this reward; for win_rate, closer
     values are a tie. Set it to the standard deviation of repeated scores of one image (`retouch reward probe`)."""
 
@@ -239,7 +260,7 @@ class RewardEntry(Section):
         """Check the entry against the run; `key` is "rewards.NAME".
 
         Raises:
-            ValueError: an option that is never read, a gate that cannot work, or win_rate without groups.
+            ValueError: a gate or a gradient that cannot work, or win_rate without groups.
         """
         self.check_among(run.rewards, key)
         if self.gated_by is not None and run.rewards[self.gated_by].role == "gold" and self.role == "train":
@@ -247,13 +268,15 @@ class RewardEntry(Section):
                 f"{key}.gated_by: given {self.gated_by!r}, whose role is 'gold': it is not scored in training; set its "
                 "role=train, weight=0"
             )
-        if self.role == "gold":
-            self._unread(key, ("transform", "min_group_std"), "role is 'gold', which is never trained on; leave it out")
-            if self.weight not in (0.0, 1.0):
+        if self.gradient_weight and run.algorithm.reads("gradients"):
+            if self.weight < 0:
                 raise ValueError(
-                    f"{key}.weight: given {self.weight:g}, but role is 'gold', which is never trained on; leave "
-                    "weight out, or set role=train"
+                    f"{key}.gradient_weight: given {self.gradient_weight:g}, but {key}.weight is {self.weight:g}: its "
+                    f"advantages would lower what its gradient raises; set {key}.weight to 0 or more, or leave "
+                    "gradient_weight out"
                 )
+            without = f"{key}.gradient_weight=0"
+            self.require_gradient(key, f"{key}.gradient_weight", without, without)
         if self.transform == "win_rate" and run.rollout.group_size == 1:
             raise ValueError(
                 f"{key}.transform: given 'win_rate', but rollout.group_size is 1 and a group has no other samples; "
@@ -269,14 +292,39 @@ class RewardEntry(Section):
             whose: what has the rewards, for messages: a run or a benchmark.
 
         Raises:
-            ValueError: an option that is never read, or a gate that cannot work.
+            ValueError: a gate that cannot work.
         """
-        if self.gated_by is None:
-            self._unread(key, ("gate_threshold", "gate_floor"), "gated_by is not set; leave it out")
-        else:
+        if self.gated_by is not None:
             self._check_gate(rewards, key, self.gated_by, whose)
-        if self.crop == "none":
-            self._unread(key, ("box_margin", "box_min_side"), "crop is 'none'; set crop=mask_box, or leave it out")
+
+    def require_gradient(self, key: str, algorithm: str, remedy: str, without: str) -> None:
+        """Refuse a reward that has no gradient in this process, or whose value is more than the scorer's own.
+
+        Args:
+            key: of the entry.
+            remedy: for an entry whose gradient cannot be taken.
+            without: key and value that take no gradient of it.
+
+        Raises:
+            ValueError: the key, and what to set.
+        """
+        if not self.differentiable:
+            known = ", ".join(name for name in REWARDS if REWARDS[name].differentiable)
+            raise ValueError(
+                f"{key}: given scorer {self.scorer!r}, but {algorithm} trains on the gradient of a reward with respect "
+                f"to the pixels, which it does not have; set {remedy}, and train on one of {known}"
+            )
+        if self.url is not None:
+            raise ValueError(
+                f"{key}.url: given {self.url!r}, but a server returns no gradient; leave url out and set {key}.device, "
+                f"or set {remedy}"
+            )
+        for name in ("gated_by", "transform", "min_group_std"):
+            if is_given(self, name):
+                raise ValueError(
+                    f"{key}.{name}: given {getattr(self, name)!r}, but {algorithm} trains on the gradient of the value "
+                    f"itself; leave {name} out, or set {without}"
+                )
 
     def _check_whole_groups(self, run: RunConfig, key: str) -> None:
         compared = f"{key} compares the samples of a group with each other"
@@ -302,11 +350,6 @@ class RewardEntry(Section):
                 f"rollout.batch_size_per_device: given {batch}, but {compared} and needs whole groups of "
                 f"{size} in a batch; set rollout.batch_size_per_device to a multiple of {size}"
             )
-
-    def _unread(self, key: str, names: Sequence[str], why: str) -> None:
-        for name in names:
-            if (given := getattr(self, name)) != RewardEntry.model_fields[name].default:
-                raise ValueError(f"{key}.{name}: given {given!r}, but {why}")
 
     def _check_gate(self, rewards: Mapping[str, RewardEntry], key: str, gate: str, whose: str) -> None:
         where = f"{key}.gated_by: given {gate!r}"

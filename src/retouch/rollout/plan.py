@@ -22,7 +22,8 @@ from retouch.errors import ConfigError
 from retouch.types import Condition, DiffusionModel
 
 if TYPE_CHECKING:
-    from retouch.config.run import RunConfig, Solver
+    from retouch.config.rollout import Solver
+    from retouch.config.run import RunConfig
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,11 +13,10 @@ from retouch.adapters.formats import describe_unused
 from retouch.adapters.initial_lora import require_initial_lora
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
-from retouch.algorithms.base import RlConfig
-from retouch.config import ConfigError, Derived, RunConfig, derive
-from retouch.config.needs import needed_pictures, require_more_images
+from retouch.config import Derived, RunConfig, derive
+from retouch.config.needs import needed_pictures
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
-from retouch.data.identity import trained_on
+from retouch.data.rules import require_groups, require_held_out, require_one_batch, require_targets
 from retouch.data.texts import require_texts_of
 from retouch.engine import Checkpoints, Engine, Policy
 from retouch.families.embeddings import require_prompts
@@ -115,12 +113,12 @@ def build(config: RunConfig) -> Run:
     named = {"data": data, "warmup_data": warmup, "evaluation.data": held_out}
     loaded = {name: given for name, given in named.items() if given is not None}
     for name, given in loaded.items():
-        fit_one_batch(config, name, given)
+        require_one_batch(config, name, given)
     require_texts_of(config, {name: given.items for name, given in loaded.items()})
     config.algorithm.check_items(data.items)
-    needs_targets(config, warmup)
-    enough_groups(config, derived, data)
-    apart = is_held_out(config, held_out, data, warmup)
+    require_targets(config, warmup)
+    require_groups(config, derived, data)
+    apart = require_held_out(config, held_out, data, warmup)
     run_dir = RunDir(config, main=engine.is_main)
     require_can_begin(config, run_dir)
     run_dir.require_sinks()
@@ -178,82 +176,3 @@ def train(config: RunConfig) -> Path:
     finally:
         run.close()
     return run.dir.path
-
-
-def needs_targets(config: RunConfig, data: Dataset) -> None:
-    if config.algorithm.supervised_steps(config) == 0:
-        return
-    without = _ids_without_target(config, data)
-    if without:
-        section = "warmup_data" if config.warmup_data else "data"
-        remedy = "set algorithm.sft_steps=0, or " if isinstance(config.algorithm, RlConfig) else ""
-        raise ConfigError(
-            f"{section}: example {without[0]} (and {len(without) - 1} more) has no target image, which supervised "
-            f"steps need; {remedy}name data with targets under warmup_data"
-        )
-
-
-def fit_one_batch(config: RunConfig, name: str, data: Dataset) -> None:
-    """Refuse examples that no batch could hold together: some with a source or a mask, and some without.
-
-    Args:
-        name: of the section, for messages.
-    """
-    for picture in ("source", "mask"):
-        without = [item.id for item in data.items if getattr(item, f"{picture}_path") is None]
-        if 0 < len(without) < len(data):
-            raise ConfigError(
-                f"{name}: {len(without)} of {len(data)} examples (the first: {without[0]}) have no {picture}, the "
-                f"others have one; both kinds do not fit into one batch: give all a {picture}, or make two files of "
-                "them"
-            )
-    require_more_images(config, name, data.items)
-    first = data.items[0]
-    if first.source_path is not None and first.mask_path is None and not config.model.spec.edits:
-        raise ConfigError(
-            f"{name}: the examples have a source and no mask, but {config.model.family} repaints inside one; give them "
-            "a mask_path, leave their source images out, or set model.family=qwen_image_edit"
-        )
-
-
-def _ids_without_target(config: RunConfig, data: Dataset) -> Sequence[int]:
-    """A family that edits reads the whole source image: with the source as its target it would learn to copy."""
-    useless = {"none", "source"} if config.model.spec.edits else {"none"}
-    return [item.id for item in data.items if item.target in useless]
-
-
-def is_held_out(config: RunConfig, held_out: Dataset | None, *training: Dataset) -> bool:
-    """Whether evaluations have data of their own with no example that is trained on, that is, with the same image, or,
-    where the text encoder is trained, with the same image and prompt.
-
-    Raises:
-        ConfigError: some are trained on, without `evaluation.allow_overlap`.
-    """
-    if held_out is None:
-        return False
-    edits = config.algorithm.trains_text_encoder
-    seen = trained_on(held_out, *training, with_prompt=edits)
-    if seen and not config.evaluation.allow_overlap:
-        same = "the same image with the same prompt" if edits else "the same image"
-        raise ConfigError(
-            f"evaluation.data: {len(seen)} of {len(held_out)} examples (the first: {seen[0].id}) are trained on: data "
-            f"or warmup_data holds {same} (or, without images, the same prompt); split the data with "
-            "`retouch data split`, or set evaluation.allow_overlap=true"
-        )
-    return not seen
-
-
-def enough_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:
-    if derived.global_groups_per_epoch > len(data):
-        raise ConfigError(
-            f"rollout: an epoch takes {derived.global_groups_per_epoch} different examples (global_groups_per_batch x "
-            f"batches_per_epoch), but data has {len(data)}; set rollout.global_groups_per_batch={len(data)} "
-            "rollout.batches_per_epoch=1, or add data"
-        )
-    first = -(-len(data) // data.stages)
-    if derived.global_groups_per_epoch > first:
-        raise ConfigError(
-            f"data.curriculum: given {data.stages}, whose first stage has {first} examples, but an epoch takes "
-            f"{derived.global_groups_per_epoch} different ones; set fewer stages, or lower "
-            "rollout.global_groups_per_batch x batches_per_epoch"
-        )

@@ -20,7 +20,7 @@ import PIL.Image
 from PIL.Image import Image
 from torch import nn
 
-from retouch.config.check import has_rl
+from retouch.config.training import has_rl
 from retouch.data.formats.mmmg import LEVELS
 from retouch.data.sampler import derive_seed, own_share
 from retouch.files.disk import write_whole

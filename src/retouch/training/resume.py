@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic_core import to_jsonable_python
 
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
-from retouch.config.base import EARLIER_DEFAULTS, Section
+from retouch.config.base import Section
 from retouch.config.load import with_new_names
-from retouch.config.run import DEFAULT_ACCUMULATION
+from retouch.config.optimizer import DEFAULT_ACCUMULATION
+from retouch.config.reads import EARLIER_DEFAULTS
 from retouch.data.dataset import Dataset
 from retouch.data.identity import item_key
 from retouch.engine import CheckpointError

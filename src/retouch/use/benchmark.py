@@ -199,7 +199,7 @@ def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
         needs |= {"reference"} if takes_references(config, scored=False) else set()
     data = load_dataset(section, "--path", needs)
     for config in configs:
-        from retouch.training.build import fit_one_batch
+        from retouch.data.rules import require_one_batch
 
         multiple = config.model.size_multiple
         if any(side % multiple for side in section.size):
@@ -207,7 +207,7 @@ def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
                 f"resolution: given {list(section.size)}; {config.model.family} needs multiples of {multiple}; set "
                 "resolution in the benchmark file"
             )
-        fit_one_batch(config, "--path", data)
+        require_one_batch(config, "--path", data)
         warnings, problems = PromptCheck(config)(section, data.items)  # a benchmark keeps its items
         for warning in (*warnings, *map(str, problems.values())):
             logger.warning("--path: %s", warning)

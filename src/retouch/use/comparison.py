@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from PIL.Image import Image
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.check import has_rl
+from retouch.config.training import has_rl
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import Dataset, all_embedded
 from retouch.files.disk import write_whole
@@ -237,12 +237,12 @@ def _evaluated(
         from retouch.algorithms.vlm_grpo.use import evaluate_trained
 
         return evaluate_trained(config, dataset, weights, images, rewards)
+    from retouch.data.rules import require_one_batch
     from retouch.observe import Stopwatch
-    from retouch.training.build import fit_one_batch
     from retouch.training.evaluation import evaluate
     from retouch.use.loaded import Loaded, for_items, free_memory
 
-    fit_one_batch(config, "--data" if data else "evaluation.data", dataset)
+    require_one_batch(config, "--data" if data else "evaluation.data", dataset)
     free_memory()  # of the run before
     evaluated = dataset[: config.evaluation.num_examples]
     loaded = Loaded(

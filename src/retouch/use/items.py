@@ -13,12 +13,13 @@ from PIL import Image
 
 from retouch.config import ConfigError, RunConfig
 from retouch.config.errors import nearest
-from retouch.config.needs import needed_pictures, require_more_images, takes_references
+from retouch.config.needs import needed_pictures, takes_references
 from retouch.data.base import FOLDERS, DataError, DataSection, ItemError, ItemFiles, ProtocolData
 from retouch.data.dataset import Dataset, check_item, in_place, load_dataset
 from retouch.data.discover import data_at
 from retouch.data.formats.calligrapher import DEFAULT_TEMPLATE
 from retouch.data.formats.manifest import ManifestData
+from retouch.data.rules import require_more_images
 from retouch.families.prompts import PromptCheck, require_read
 from retouch.files.disk import on_disk
 from retouch.imaging.fitting import FITS, MaskCrop
@@ -114,8 +115,10 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
         if named := [option for name, option in own.items() if getattr(request, name) not in (None, ())]:
             raise ConfigError(f"--{named[0]}: given with --data, whose items have their own masks and prompts; omit it")
         section = like(config, request.data).model_copy(update=update)
-        items = examples_of(config, section, "--data", request.reference, scored=False).items
-        return section, items
+        try:
+            return section, examples_of(config, section, "--data", request.reference, scored=False).items
+        except DataError as error:
+            raise DataError(_with_options(str(error))) from None
     section = ManifestData(path="").model_copy(
         update=_shared(config.data, ManifestData) | {"reference": "given"} | update
     )
@@ -124,11 +127,16 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
         item, section, needed_pictures(config, training=False, scored=False), mask_crop(config, request)
     )
     if isinstance(problem, ItemError):
-        raise DataError(in_place(problem.problem, "--mask"))
+        raise DataError(_with_options(in_place(problem.problem, "--mask")))
     if problem is not None:
         logger.warning("%s", in_place(problem.doubt, "--mask"))
     require_read(config, section, item)
     return section, [item]
+
+
+def _with_options(message: str) -> str:
+    """A message about an item, with the options of `retouch sample` in place of keys."""
+    return message.replace("data.fit=stretch", "--fit stretch").replace("data.resolution", "--resolution")
 
 
 def require_multiples(size: tuple[int, int], multiple: int, family: str) -> None:

@@ -327,7 +327,7 @@ def _rollout(run: _Run) -> list[str]:
         f"  name: {run.algorithm}",
         "  sft_steps: 0    # supervised steps before RL; they need targets (warmup_data)",
         "rollout:",
-        *(["  preset: fast    # `retouch check` lists what it sets"] if kind.presets else []),
+        *(["  preset: fast    # `retouch check` lists what it sets"] if "presets" in kind.READS else []),
         f"  group_size: {group}    # samples of each example, compared with each other",
         f"  global_groups_per_batch: {groups}    # different examples of a rollout batch",
         f"  batch_size_per_device: {32 if tiny else 8}    # samples generated at once",

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from retouch.algorithms.base import RlConfig
+from retouch.algorithms.base import SAMPLES, RlConfig
 from retouch.config.base import Count, Positive
+from retouch.config.reads import ReadIf, Reading
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -19,7 +20,7 @@ class DpoConfig(RlConfig):
     """Direct preference optimization (Diffusion-DPO, arXiv 2311.12908), online or on given pairs."""
 
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"beta", "rollout_policy", "reference_refresh_every", "timesteps_per_pair"}
-    UNREAD: ClassVar[Set[str]] = RlConfig.UNREAD - {"optimizer.steps_per_forward"}
+    READS: ClassVar[Set[Reading]] = RlConfig.READS | {"parts"}
     recipe: ClassVar[str] = "retouch.algorithms.dpo.recipe:train"
 
     name: Literal["dpo"] = "dpo"
@@ -28,9 +29,16 @@ class DpoConfig(RlConfig):
     beta: Positive = 2000.0
     """Scale of the implicit reward, for errors that are means over dims. Published: 2000-5000 (Diffusion-DPO), 100
     (flow_grpo)."""
-    rollout_policy: Literal["current", "reference"] = "current"
+    rollout_policy: Annotated[Literal["current", "reference"], SAMPLES] = "current"
     """Weights that sample the images."""
-    reference_refresh_every: Annotated[int, Field(ge=0)] | None = None
+    reference_refresh_every: Annotated[
+        Annotated[int, Field(ge=0)] | None,
+        ReadIf(
+            "with `kl_reference: initial`",
+            lambda own: own.kl_reference == "initial" or not own.reference_refresh_every,
+            "but algorithm.kl_reference=base keeps the base as the reference; leave one of them out",
+        ),
+    ] = None
     """Optimizer steps after which the reference becomes the policy again; 0 keeps that of the start of RL. Null is 50
     online and 0 offline, as published, and 0 with kl_reference=base."""
     timesteps_per_pair: Count = 1
@@ -73,13 +81,6 @@ class DpoConfig(RlConfig):
                 "rollout.group_size: given 1, but dpo pairs the best with the worst image of a group; set group_size "
                 "to 2 or more (4-16 is usual)"
             )
-        if self.kl_reference == "base" and self.reference_refresh_every:
-            raise ValueError(
-                f"algorithm.reference_refresh_every: given {self.reference_refresh_every}, but "
-                "algorithm.kl_reference=base keeps the base as the reference; leave one of them out"
-            )
-        super().check(run)
+        super().check(run, key)
         if self.given_images:
-            self.takes_only_given_images(
-                run, "takes win_path and lose_path of a manifest", ", or algorithm.pairs=online"
-            )
+            self.require_given_images(run, "takes win_path and lose_path of a manifest", ", or algorithm.pairs=online")

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from retouch.algorithms.base import AdvantageConfig
+from retouch.algorithms.base import AdvantageConfig, RlConfig
 from retouch.config.base import NonNegative, Positive
+from retouch.config.derived import stochastic_steps, window_starts
+from retouch.config.reads import ReadIf, Reading
 from retouch.core.rules import STEP_RULES, StepRule, rules_of
 from retouch.families import FAMILIES
 
@@ -31,20 +33,33 @@ class GrpoConfig(AdvantageConfig):
     FREE_IN_EPOCH: ClassVar[Set[str]] = {
         "advantage_clip", "clip_range", "kl_weight", "kl_mode", "old_log_probs", "step_weight",
     }  # fmt: skip
-    UNREAD: ClassVar[Set[str]] = frozenset()
+    READS: ClassVar[Set[Reading]] = RlConfig.READS | {"step_rule", "presets", "parts"}
     recipe: ClassVar[str] = "retouch.algorithms.grpo.recipe:train"
-    presets: ClassVar[bool] = True
     VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "kl_mode": {"published": "flow_grpo"},
         "log_prob_mode": {"published": "cps"},
     }
 
     name: Literal["grpo"] = "grpo"
-    clip_range: Positive = 1e-4
+    clip_range: Annotated[
+        Positive,
+        ReadIf(
+            "with `kl_mask_threshold: null`",
+            lambda own: own.kl_mask_threshold is None,
+            "but algorithm.kl_mask_threshold replaces the clip; leave one of them out",
+        ),
+    ] = 1e-4
     """c of the ratio clip. Log-probabilities are means over dims, for which the usual 0.2 would never clip."""
     kl_weight: NonNegative = 0.0
     """Weight of the KL to the reference policy (`kl_reference`); 0 keeps no reference."""
-    kl_mode: Literal["exact", "flow_grpo"] = "exact"
+    kl_mode: Annotated[
+        Literal["exact", "flow_grpo"],
+        ReadIf(
+            "with `kl_weight` above 0",
+            lambda own: own.kl_weight,
+            "but algorithm.kl_weight is 0: there is no KL; set kl_weight (Flow-GRPO: 0.04), or leave kl_mode out",
+        ),
+    ] = "exact"
     """"flow_grpo" is Flow-GRPO's KL, smaller by the step size; its weights (.04, .01) are for it."""
     log_prob_mode: Literal["exact", "cps"] = "exact"
     """"cps" is the log-probability of the CPS code, -mean (x' - mean)² without the std; its clip ranges are for it."""
@@ -86,8 +101,6 @@ class GrpoConfig(AdvantageConfig):
         return STEP_RULES[_rule_name(run)]
 
     def trained_steps(self, run: RunConfig) -> int:
-        from retouch.config.derived import stochastic_steps
-
         share = stochastic_steps(run) * self.timestep_fraction
         return max(1, math.ceil(share - 1e-9))  # 25 x 0.28 is 7.000000000000001
 
@@ -112,14 +125,14 @@ class GrpoConfig(AdvantageConfig):
             )
 
     def check(self, run: RunConfig, key: str = "") -> None:
-        super().check(run)
+        super().check(run, key)
         self._check_noise(run)
         self._check_window(run)
+        self._check_distilled(run)
         self._check_modes(run)
-        self._check_step_options()
 
     def _check_noise(self, run: RunConfig) -> None:
-        """Check that the step rule fits the model's prediction, and that no option of another rule is set."""
+        """Check that the step rule fits the model's prediction, and its strength the rule."""
         rollout, name, prediction = run.rollout, _rule_name(run), run.model.spec.prediction
         rule = STEP_RULES[name]
         if rule.prediction != prediction:
@@ -127,21 +140,12 @@ class GrpoConfig(AdvantageConfig):
                 f"rollout.step_rule: given {name!r}, but {run.model.family} predicts "
                 f"{'a velocity' if prediction == 'flow' else 'the noise'}; set one of {', '.join(rules_of(prediction))}"
             )
-        for option in ("noise_level", "eta"):
-            value = getattr(rollout, option)
-            if value is None:
-                continue
-            if rule.strength != option:
-                others = [n for n, other in STEP_RULES.available().items() if other.strength == option]
-                raise ValueError(
-                    f"rollout.{option}: given {value}, which scales the noise of {' and '.join(others)}, but "
-                    f"rollout.step_rule is {name}; leave {option} out"
-                )
-            if rule.is_share and value > 1:
-                raise ValueError(
-                    f"rollout.{option}: given {value}, but for step_rule {name} it is a share in (0, 1]; set "
-                    f"{rule.default:g}, its default, or another step_rule"
-                )
+        value = getattr(rollout, rule.strength)
+        if rule.is_share and value is not None and value > 1:
+            raise ValueError(
+                f"rollout.{rule.strength}: given {value}, but for step_rule {name} it is a share in (0, 1]; set "
+                f"{rule.default:g}, its default, or another step_rule"
+            )
 
     def _check_window(self, run: RunConfig) -> None:
         """Check that there are stochastic steps, and as many as the window needs."""
@@ -153,11 +157,6 @@ class GrpoConfig(AdvantageConfig):
                 "or more, or another step_rule"
             )
         if window is None:
-            if rollout.solver != "first_order":
-                raise ValueError(
-                    f"rollout.solver: given {rollout.solver!r}, but without a window no two steps on the ODE follow "
-                    "each other; set rollout.window, or leave solver out"
-                )
             return
         low, high = (round(share * rollout.num_steps) for share in window.range)
         held = max(0, min(high, last) - low)
@@ -166,25 +165,29 @@ class GrpoConfig(AdvantageConfig):
                 f"rollout.window.size: given {window.size}, but window.range {list(window.range)} of num_steps "
                 f"{rollout.num_steps} holds {held} stochastic steps of {name}; widen the range or lower the size"
             )
-        if window.position != "sliding" and (window.stride, window.batches_per_position) != (1, 25):
-            raise ValueError(
-                "rollout.window: stride and batches_per_position are of a sliding window, but position is "
-                f"{window.position!r}; set position=sliding, or leave them out"
-            )
         if self.timestep_fraction < 1:
             raise ValueError(
                 f"algorithm.timestep_fraction: given {self.timestep_fraction} beside rollout.window; the window "
                 "already selects the trained steps; leave timestep_fraction at 1.0"
             )
 
+    def _check_distilled(self, run: RunConfig) -> None:
+        """Check that the deterministic steps of a few-step model undo what its stochastic ones do to an image."""
+        rollout, count = run.rollout, stochastic_steps(run)
+        if run.model.distilled_steps is None:
+            return
+        last = window_starts(run)[-1] + count if rollout.window else count
+        if count > rollout.num_steps // 2 or last >= rollout.num_steps:
+            raise ValueError(
+                f"rollout.window: up to {count} of {rollout.num_steps} steps are stochastic, the last of them step "
+                f"{last}, but {run.model.path} was distilled to {run.model.distilled_steps} steps, and only "
+                "deterministic steps remove their noise; set rollout.window={size: 1, range: [0.25, 0.75]} with "
+                "rollout.num_steps=4 or more, or algorithm.name=nft"
+            )
+
     def _check_modes(self, run: RunConfig) -> None:
         """Check that options that reproduce a published code are combined as in that code."""
         name = _rule_name(run)
-        if self.kl_mode == "flow_grpo" and not self.kl_weight:
-            raise ValueError(
-                "algorithm.kl_mode: given 'flow_grpo', but algorithm.kl_weight is 0: there is no KL; set kl_weight "
-                "(Flow-GRPO: 0.04), or leave kl_mode out"
-            )
         if self.kl_mode == "flow_grpo" and name != "flow_sde":
             flow = run.model.spec.prediction == "flow"
             raise ValueError(
@@ -201,16 +204,7 @@ class GrpoConfig(AdvantageConfig):
                 "algorithm.guard: given true beside log_prob_mode 'cps', which has no std to correct for; set "
                 "log_prob_mode=exact"
             )
-
-    def _check_step_options(self) -> None:
-        """Check that every option of a step's surrogate is read."""
-        masked = self.kl_mask_threshold is not None
-        if masked and self.clip_range != type(self).model_fields["clip_range"].default:
-            raise ValueError(
-                f"algorithm.clip_range: given {self.clip_range:g}, but algorithm.kl_mask_threshold replaces the clip; "
-                "leave one of them out"
-            )
-        if masked and self.guard:
+        if self.kl_mask_threshold is not None and self.guard:
             raise ValueError(
                 "algorithm.guard: given true, but it centres ratios for the clip, which algorithm.kl_mask_threshold "
                 "replaces; leave one of them out"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.algorithms.base import RlConfig
 from retouch.config.base import Count, Positive
+from retouch.config.reads import Reading
 from retouch.data.base import ItemFiles
 from retouch.errors import DataError
 
@@ -20,7 +21,7 @@ LABELS = {"good": True, "true": True, "1": True, "bad": False, "false": False, "
 class KtoConfig(RlConfig):
     """Kahneman-Tversky optimization (Diffusion-KTO, arXiv 2404.04465) on labelled images: no pairs, no rewards."""
 
-    UNREAD: ClassVar[Set[str]] = RlConfig.UNREAD - {"optimizer.steps_per_forward"}
+    READS: ClassVar[Set[Reading]] = RlConfig.READS - {"solver", "rollouts"} | {"parts"}
     recipe: ClassVar[str] = "retouch.algorithms.kto.recipe:train"
 
     name: Literal["kto"] = "kto"
@@ -54,7 +55,6 @@ class KtoConfig(RlConfig):
         return float(self.timesteps_per_image * (2 + backward))
 
     def warnings(self, run: RunConfig) -> Iterable[str]:
-        yield from super().warnings(run)
         if run.optimizer.rows_per_step(1) == 1:
             key = run.optimizer.step_size_key
             yield (
@@ -64,13 +64,13 @@ class KtoConfig(RlConfig):
             )
 
     def check(self, run: RunConfig, key: str = "") -> None:
-        self.takes_only_given_images(run, "trains on target_path and label of a manifest")
+        self.require_given_images(run, "trains on target_path and label of a manifest")
         if self.sft_steps and run.warmup_data is None:
             raise ValueError(
                 f"algorithm.sft_steps: given {self.sft_steps}, but without warmup_data the warm-up would train on "
                 "images with label bad too; set warmup_data, or sft_steps=0"
             )
-        super().check(run)
+        super().check(run, key)
 
     def check_items(self, items: Sequence[ItemFiles]) -> None:
         found = {label_of(item) for item in items}

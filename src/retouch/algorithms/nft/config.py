@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from retouch.algorithms.base import AdvantageConfig, RlConfig
 from retouch.config.base import Count, NonNegative
+from retouch.config.reads import Reading
 from retouch.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -20,10 +21,8 @@ class NftConfig(AdvantageConfig):
     """DiffusionNFT (arXiv 2509.16117): positive and negative flow matching on the old policy's images."""
 
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"mix", "mode", "old_policy", "kl_weight", "timesteps_per_image"}
-    UNREAD: ClassVar[Set[str]] = RlConfig.UNREAD - {"rollout.preset", "optimizer.steps_per_forward"}
+    READS: ClassVar[Set[Reading]] = RlConfig.READS | {"presets", "parts", "gradients"}
     recipe: ClassVar[str] = "retouch.algorithms.nft.recipe:train"
-    presets: ClassVar[bool] = True
-    takes_gradients: ClassVar[bool] = True
 
     name: Literal["nft"] = "nft"
     mix: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5

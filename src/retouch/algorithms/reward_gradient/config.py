@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from retouch.algorithms.base import RlConfig, require_gradient
+from retouch.algorithms.base import RlConfig
 from retouch.config.base import Count, NonNegative
+from retouch.config.reads import ReadIf, is_given
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -23,9 +24,24 @@ class RewardGradientConfig(RlConfig):
     trained_step: Literal["last", "random", "all"] = "last"
     """Denoising steps that are trained: the last one (DRaFT-1), a random one of each sample, or all (DRTune). The
     inputs of the network are constants: no chain of steps is differentiated."""
-    last_steps: Count | None = None
+    last_steps: Annotated[
+        Count | None,
+        ReadIf(
+            "with `trained_step: random` and `all`",
+            lambda own: own.trained_step != "last",
+            "but algorithm.trained_step is 'last'; set trained_step=random or all, or leave last_steps out",
+        ),
+    ] = None
     """Number of last steps that "random" and "all" take from; null takes from the whole schedule."""
-    reward_at: Literal["final", "step"] = "final"
+    reward_at: Annotated[
+        Literal["final", "step"],
+        ReadIf(
+            "with `trained_step: random` and `all`",
+            lambda own: own.trained_step != "last",
+            "but the prediction of the last step implies the final image; set algorithm.trained_step=random, or leave "
+            "reward_at out",
+        ),
+    ] = "final"
     """Image whose reward is differentiated: the final one, or the one that the prediction of the trained step implies
     (ReFL), which is decoded for every trained step. For the last step both are the same."""
     gradient_scale: Literal["rms", "none"] = "rms"
@@ -56,7 +72,6 @@ class RewardGradientConfig(RlConfig):
         return guided * run.rollout.num_steps + self.trained_steps(run) * (backward + (1 if self.kl_weight else 0))
 
     def warnings(self, run: RunConfig) -> Iterable[str]:
-        yield from super().warnings(run)
         steps, key = self.steps_per_pass(run, 1), run.optimizer.step_size_key
         if steps > 1:
             where = " on one process" if run.optimizer.global_batch_size is None else ""
@@ -71,31 +86,21 @@ class RewardGradientConfig(RlConfig):
             ("combine", "the gradient is that of the weighted sum of the rewards"),
             ("resample_rounds", "no sample is compared with its group"),
         ):
-            if (given := getattr(self, name)) != type(self).model_fields[name].default:
-                raise ValueError(f"algorithm.{name}: given {given!r}, but {why}; leave {name} out")
+            if is_given(self, name):
+                raise ValueError(f"algorithm.{name}: given {getattr(self, name)!r}, but {why}; leave {name} out")
         self._check_steps(run)
         for name, entry in run.rewards.items():
             if entry.role == "train" and entry.weight:
-                key = f"rewards.{name}"
-                require_gradient(key, entry, self.name, f"{key}.role=gold", f"{key}.weight=0")
-        super().check(run)
+                of = f"rewards.{name}"
+                entry.require_gradient(of, self.name, f"{of}.role=gold", f"{of}.weight=0")
+        super().check(run, key)
 
     def _check_steps(self, run: RunConfig) -> None:
         steps, rollout = self.last_steps, run.rollout
-        if steps is not None and self.trained_step == "last":
-            raise ValueError(
-                f"algorithm.last_steps: given {steps}, but algorithm.trained_step is 'last'; set trained_step=random "
-                "or all, or leave last_steps out"
-            )
         if steps is not None and steps > rollout.num_steps:
             raise ValueError(
                 f"algorithm.last_steps: given {steps}, but rollout.num_steps is {rollout.num_steps}; set last_steps to "
                 f"at most {rollout.num_steps}"
-            )
-        if self.reward_at == "step" and self.trained_step == "last":
-            raise ValueError(
-                "algorithm.reward_at: given 'step', but the prediction of the last step implies the final image; set "
-                "algorithm.trained_step=random, or leave reward_at out"
             )
         if rollout.solver != "first_order":
             raise ValueError(

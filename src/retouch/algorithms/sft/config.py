@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Set
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from retouch.algorithms.base import Objective
+from retouch.algorithms.base import SHIFTED, Objective
+from retouch.config.reads import Reading
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -13,16 +15,23 @@ if TYPE_CHECKING:
 class SftConfig(Objective):
     """Supervised fine-tuning on examples with a target."""
 
+    READS: ClassVar[Set[Reading]] = {"diffusion"}
+    WARNS_UNREAD: ClassVar[bool] = True
     recipe: ClassVar[str] = "retouch.algorithms.sft.recipe:train"
     shift_key: ClassVar[str] = "shifted_times"
 
     name: Literal["sft"] = "sft"
-    shifted_times: bool = True
+    shifted_times: Annotated[bool, SHIFTED] = True
     """Sample training times through the same shift as sampling."""
 
     @property
     def trains_on_rewards(self) -> bool:
         return False
+
+    def unread(self, run: RunConfig, key: str, what: Reading) -> str:
+        if what == "warm_up":
+            return f"it is of a warm-up before RL; {self.name} trains with optimizer.lr; set that"
+        return f"{self.name} samples no images to train on; leave it out"
 
     def supervised_steps(self, run: RunConfig) -> int:
         return run.training.max_steps

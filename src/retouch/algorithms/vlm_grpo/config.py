@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -11,22 +11,15 @@ from pydantic import Field, field_validator
 
 from retouch.algorithms.base import AlgorithmSection
 from retouch.algorithms.vlm_grpo import trl_options
-from retouch.config.base import EARLIER_DEFAULTS, Count
+from retouch.config.base import Count
 from retouch.config.errors import ConfigError
+from retouch.config.reads import Reading
 
 if TYPE_CHECKING:
-    from retouch.config.base import Section
     from retouch.config.run import RunConfig
 
 FAMILIES = ("qwen_image", "qwen_image_edit")
 """Families whose text encoder is a vision-language model."""
-
-READ = (
-    *("rollout.num_steps", "rollout.guidance_scale", "rollout.batch_size_per_device"),
-    "optimizer.global_batch_size",
-)
-"""Keys of `rollout` and `optimizer` that image generation and the size of a step read; the others belong to training of
-a diffusion model."""
 
 _TRL_HAS_IT = (
     "only training of a diffusion model reads it; set TRL's options under algorithm.trl (learning_rate, "
@@ -35,7 +28,7 @@ _TRL_HAS_IT = (
 _STRIP = "vlm_grpo does not train the diffusion model to read one; leave it out"
 _SHARDED = "TRL's trainer shards vlm_grpo; leave it out, and launch with configs/accelerate/zero2.yaml or zero3.yaml"
 
-UNUSED = {
+REMEDIES = {
     "model.train": "vlm_grpo trains the text encoder; leave it out, and set algorithm.trl.use_peft, lora_r, lora_alpha",
     "model.quantize": "vlm_grpo trains the text encoder; leave it out, and set algorithm.trl.use_peft",
     "model.free_text_encoders": "vlm_grpo trains the text encoder; leave it out",
@@ -48,7 +41,8 @@ UNUSED = {
     "ema": "vlm_grpo keeps no EMA weights; set ema=null",
     "warmup_data": "vlm_grpo has no supervised steps; leave it out",
 }
-"""Keys that must keep their default -> the reason, and what to do."""
+"""Options that only training of a diffusion model reads -> the reason, and what to do; TRL has those of `rollout` and
+`optimizer`."""
 
 FEW_STEPS = 20
 """Below this many denoising steps without guidance, a diffusion model must have been distilled for few steps."""
@@ -85,6 +79,7 @@ class VlmGrpoConfig(AlgorithmSection):
     """GRPO of the text encoder (TRL): the vision-language model writes how to edit or what to generate, its completion
     conditions the frozen diffusion transformer, and the image is scored."""
 
+    READS: ClassVar[Set[Reading]] = {"rollouts"}
     trainer: ClassVar[str] = "retouch.algorithms.vlm_grpo.recipe:train"
     trains_text_encoder: ClassVar[bool] = True
     ALIASES: ClassVar[Mapping[str, str]] = {"offload_painter": "offload_diffusion_model"}
@@ -211,7 +206,7 @@ class VlmGrpoConfig(AlgorithmSection):
                 f"model.family: given {run.model.family!r}, but vlm_grpo trains a text encoder that is a "
                 f"vision-language model; set {' or '.join(FAMILIES)}"
             )
-        self._check_unused(run)
+        super().check(run, key)
         trl = self.trl
         if trl.get("generation_batch_size") and trl.get("steps_per_generation"):
             raise ValueError(
@@ -249,6 +244,10 @@ class VlmGrpoConfig(AlgorithmSection):
                 "as well; leave it out"
             )
 
+    def unread(self, run: RunConfig, key: str, what: Reading) -> str:
+        of_trl = key.startswith(("optimizer.", "rollout."))
+        return REMEDIES.get(key) or (_TRL_HAS_IT if of_trl else super().unread(run, key, what))
+
     def warnings(self, run: RunConfig) -> Iterator[str]:
         """Warnings about numbers of steps and guidance scales that the frozen diffusion model was not trained for."""
         model: Any = run.model
@@ -279,30 +278,6 @@ class VlmGrpoConfig(AlgorithmSection):
                     f"algorithm.trl.{name}: given {given}, which counts on each process, beside "
                     f"optimizer.global_batch_size {rows}, which counts on all; {remedy}"
                 )
-
-    def _check_unused(self, run: RunConfig) -> None:
-        """Reject keys that only training of the diffusion model reads, unless they have their default."""
-        keys = dict(UNUSED)
-        for name, own in (("optimizer", run.optimizer), ("rollout", run.rollout)):
-            unread = [f"{name}.{key}" for key in type(own).model_fields]
-            keys |= {key: _TRL_HAS_IT for key in unread if key not in READ}
-        for dotted, why in keys.items():
-            *sections, name = dotted.split(".")
-            section: Section | None = run
-            for part in sections:
-                section = getattr(section, part, None)
-            field = None if section is None else type(section).model_fields.get(name)
-            value = getattr(section, name, None)
-            beside: dict[str, Any] = dict(section) if section is not None else {}
-            if field is None:
-                continue
-            default = field.get_default(call_default_factory=True, validated_data=beside)
-            if value not in (default, EARLIER_DEFAULTS.get(dotted, default)):
-                shown = str(value).lower() if isinstance(value, bool) else repr(value)
-                given = f" {shown}" if isinstance(value, str | int | float) else ""
-                raise ValueError(f"{dotted}: given{given}, but {why}")
-        if run.evaluation.weights == "ema":
-            raise ValueError("evaluation.weights: given 'ema', but vlm_grpo keeps no EMA weights; set raw")
 
     def _generation_batch(self, per_pass: int, accumulation: int) -> int:
         """Number of completions generated at once over all processes.

@@ -30,8 +30,9 @@ from retouch.algorithms.vlm_grpo.images import freeze
 from retouch.algorithms.vlm_grpo.responses import Responses, chat_messages, prepare_processor, tokenize, tokenizer_of
 from retouch.algorithms.vlm_grpo.trl_options import SAMPLING
 from retouch.config import ConfigError, RunConfig
-from retouch.config.needs import needed_pictures, require_more_images
+from retouch.config.needs import needed_pictures
 from retouch.data.dataset import Dataset, load_dataset
+from retouch.data.rules import require_held_out, require_more_images
 from retouch.data.texts import require_texts_of
 from retouch.engine import Launched
 from retouch.engine.speed import choose_kernels
@@ -43,7 +44,6 @@ from retouch.observe import RunDir, Stopwatch
 from retouch.observe.timing import stopwatch
 from retouch.rewards.table import RewardTable
 from retouch.training.beginning import require_can_begin
-from retouch.training.build import is_held_out
 from retouch.types import Example
 
 
@@ -159,7 +159,7 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
     require_can_begin(config, run_dir)
     run_dir.require_sinks()
     rewards = RewardTable(config.rewards, config.reward_client, run_dir.path, str(device))
-    apart = is_held_out(config, held_out, data)
+    apart = require_held_out(config, held_out, data)
     choose_kernels(torch.device(device), config.training)
     clock = stopwatch(torch.device(device).type)
     return open_run(config, device, derived, data, held_out or data, rewards, run_dir, clock, apart)

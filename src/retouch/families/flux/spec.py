@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from retouch.config.reads import ReadIf
 from retouch.families.base import AdapterFacts, ModelSection
 from retouch.families.released import CLIP_L, T5_XXL, autoencoder
 
@@ -23,7 +24,15 @@ class FluxSection(ModelSection):
     """Classifier-free guidance beside the embedded `rollout.guidance_scale`, in rollouts, their log-probabilities and
     evaluation: above 1, every prediction takes a second forward with `negative_prompt`. The released weights are
     distilled for 1; weights trained for it name their pair (OneReward: 4, with rollout.guidance_scale 1)."""
-    negative_prompt: str = ""
+    negative_prompt: Annotated[
+        str,
+        ReadIf(
+            "with `true_guidance_scale` above 1",
+            lambda own: own.true_guidance_scale > 1,
+            "but model.true_guidance_scale is 1, which uses no negative prompt; set model.true_guidance_scale above 1, "
+            "or leave negative_prompt out",
+        ),
+    ] = ""
     """Prompt that `true_guidance_scale` above 1 steers away from."""
 
     @property
@@ -42,11 +51,6 @@ class FluxSection(ModelSection):
 
     def check(self, run: RunConfig, key: str = "model") -> None:
         super().check(run, key)
-        if self.negative_prompt and not self.doubles_for_guidance:
-            raise ValueError(
-                f"{key}.negative_prompt: given {self.negative_prompt!r}, but {key}.true_guidance_scale is 1, which "
-                f"uses no negative prompt; set {key}.true_guidance_scale above 1, or leave negative_prompt out"
-            )
         if self.negative_prompt and getattr(run.algorithm, "caption_dropout", 0.0):
             raise ValueError(
                 f"{key}.negative_prompt: given {self.negative_prompt!r} with algorithm.caption_dropout, which trains "

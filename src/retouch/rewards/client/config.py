@@ -8,11 +8,20 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from retouch.config.base import Count, NonNegative, Positive, Section, Unit
+from retouch.config.reads import ReadIf
 
 Balance = Literal["least_outstanding", "round_robin"]
 
 COLLECTIVE_S = 7200.0
 """Minimum timeout of a collective; NCCL's default of ten minutes is less than writing a large checkpoint takes."""
+
+
+PROBED = ReadIf(
+    "with `probe_every` above 0",
+    lambda own: own.probe_every,
+    "but reward_client.probe_every is 0: nothing is probed; set probe_every, or leave it out",
+    warns=True,
+)
 
 
 class RewardClientConfig(Section):
@@ -42,9 +51,9 @@ class RewardClientConfig(Section):
     probe_every: Annotated[int, Field(ge=0)] = 0
     """Epochs between probes: the same two images are scored again and compared with their scores at the start of the
     run. 0 disables probes; a paid judge charges for them."""
-    probe_tolerance: NonNegative = 1e-3
+    probe_tolerance: Annotated[NonNegative, PROBED] = 1e-3
     """Largest difference between probes (absolute up to scores of 1, relative above)."""
-    on_drift: Literal["warn", "stop"] = "warn"
+    on_drift: Annotated[Literal["warn", "stop"], PROBED] = "warn"
     """Action if a probe differs by more: log a warning, or stop the run, resumable (exit 3)."""
     cache: bool = False
     """Keep the scores of servers in RUN/rewards.sqlite; a resumed run does not request them again. Each of several

@@ -1,0 +1,123 @@
+"""Rules of a run that need its examples: whether they fit the model, the algorithm and each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from retouch.algorithms.base import RlConfig
+from retouch.data.base import ItemFiles
+from retouch.data.dataset import Dataset
+from retouch.data.identity import trained_on
+from retouch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from retouch.config import Derived, RunConfig
+
+
+def require_targets(config: RunConfig, data: Dataset) -> None:
+    """Refuse examples without a target, where the run has supervised steps.
+
+    Raises:
+        ConfigError: as all of this file, naming the section.
+    """
+    if config.algorithm.supervised_steps(config) == 0:
+        return
+    without = _ids_without_target(config, data)
+    if without:
+        section = "warmup_data" if config.warmup_data else "data"
+        remedy = "set algorithm.sft_steps=0, or " if isinstance(config.algorithm, RlConfig) else ""
+        raise ConfigError(
+            f"{section}: example {without[0]} (and {len(without) - 1} more) has no target image, which supervised "
+            f"steps need; {remedy}name data with targets under warmup_data"
+        )
+
+
+def require_one_batch(config: RunConfig, name: str, data: Dataset) -> None:
+    """Refuse examples that no batch could hold together: some with a source or a mask, and some without.
+
+    Args:
+        name: of the section, for messages.
+    """
+    for picture in ("source", "mask"):
+        without = [item.id for item in data.items if getattr(item, f"{picture}_path") is None]
+        if 0 < len(without) < len(data):
+            raise ConfigError(
+                f"{name}: {len(without)} of {len(data)} examples (the first: {without[0]}) have no {picture}, the "
+                f"others have one; both kinds do not fit into one batch: give all a {picture}, or make two files of "
+                "them"
+            )
+    require_more_images(config, name, data.items)
+    first = data.items[0]
+    if first.source_path is not None and first.mask_path is None and not config.model.spec.edits:
+        raise ConfigError(
+            f"{name}: the examples have a source and no mask, but {config.model.family} repaints inside one; give them "
+            "a mask_path, leave their source images out, or set model.family=qwen_image_edit"
+        )
+
+
+def _ids_without_target(config: RunConfig, data: Dataset) -> Sequence[int]:
+    """A family that edits reads the whole source image: with the source as its target it would learn to copy."""
+    useless = {"none", "source"} if config.model.spec.edits else {"none"}
+    return [item.id for item in data.items if item.target in useless]
+
+
+def require_held_out(config: RunConfig, held_out: Dataset | None, *training: Dataset) -> bool:
+    """Whether evaluations have data of their own with no example that is trained on, that is, with the same image, or,
+    where the text encoder is trained, with the same image and prompt.
+
+    Raises:
+        ConfigError: some are trained on, without `evaluation.allow_overlap`.
+    """
+    if held_out is None:
+        return False
+    edits = config.algorithm.trains_text_encoder
+    seen = trained_on(held_out, *training, with_prompt=edits)
+    if seen and not config.evaluation.allow_overlap:
+        same = "the same image with the same prompt" if edits else "the same image"
+        raise ConfigError(
+            f"evaluation.data: {len(seen)} of {len(held_out)} examples (the first: {seen[0].id}) are trained on: data "
+            f"or warmup_data holds {same} (or, without images, the same prompt); split the data with "
+            "`retouch data split`, or set evaluation.allow_overlap=true"
+        )
+    return not seen
+
+
+def require_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:
+    """Refuse fewer examples than an epoch takes different ones."""
+    if derived.global_groups_per_epoch > len(data):
+        raise ConfigError(
+            f"rollout: an epoch takes {derived.global_groups_per_epoch} different examples (global_groups_per_batch x "
+            f"batches_per_epoch), but data has {len(data)}; set rollout.global_groups_per_batch={len(data)} "
+            "rollout.batches_per_epoch=1, or add data"
+        )
+    first = -(-len(data) // data.stages)
+    if derived.global_groups_per_epoch > first:
+        raise ConfigError(
+            f"data.curriculum: given {data.stages}, whose first stage has {first} examples, but an epoch takes "
+            f"{derived.global_groups_per_epoch} different ones; set fewer stages, or lower "
+            "rollout.global_groups_per_batch x batches_per_epoch"
+        )
+
+
+def require_more_images(run: RunConfig, name: str, items: Sequence[ItemFiles]) -> None:
+    """Refuse further source images that the model does not read, or not as many in each item.
+
+    Args:
+        name: of the data section, for messages.
+
+    Raises:
+        ConfigError: as above.
+    """
+    first, *rest = ((item.id, len(item.more_paths)) for item in items)
+    other = next(((item, count) for item, count in rest if count != first[1]), None)
+    if other is not None:
+        raise ConfigError(
+            f"{name}: example {first[0]} has {first[1]} more_images and example {other[0]} has {other[1]}, which do "
+            "not fit into one batch; give all examples as many, or make a file for each number"
+        )
+    if first[1] and not run.model.takes_more_images:
+        raise ConfigError(
+            f"{name}: example {first[0]} has more_images, but {run.model.family} reads one source image; leave "
+            "more_images out, or set model.family=qwen_image_edit with model.variant=edit_plus"
+        )
