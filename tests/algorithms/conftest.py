@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from retouch.rewards.scorers import preservation
-from retouch.training import rollouts, session
+from retouch.training import experience, session
 from retouch.training.session import Session
 
 from .runs import Rule, Scripted, Use
@@ -60,11 +60,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Use:
 def sampled_with(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """For every batch that was sampled for rewards, a sum over the weights that sampled it."""
     sums: list[float] = []
-    real = rollouts.sample
+    real = experience.sample
 
     def watch(model: Any, network: Any, *rest: Any, **options: Any) -> Any:
         sums.append(sum(float(p.double().sum()) for p in network.parameters()))
         return real(model, network, *rest, **options)
 
-    monkeypatch.setattr(rollouts, "sample", watch)
+    monkeypatch.setattr(experience, "sample", watch)
     return sums

@@ -31,12 +31,12 @@ from retouch.families.flux_fill.model import FluxFill
 from retouch.observe.timing import PARTS
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import ocr
-from retouch.rewards.table import PendingScores, RewardTable
-from retouch.training import evaluation, rollouts
+from retouch.rewards.table import RewardTable
+from retouch.training import evaluation, experience
 from retouch.training.build import build
 from retouch.training.scoring import RewardOutage
 from retouch.training.session import Session
-from retouch.types import Failure, Outcome, Score, Stopped
+from retouch.types import Failure, Outcome, Score, Scores, Stopped
 from tests.fuzz.inputs import bounded
 from tests.selection import default
 
@@ -556,8 +556,8 @@ def test_a_signal_while_rewards_are_computed_stops_before_they_are_in(
 ) -> None:
     real, late = RewardTable.submit, list[threading.Timer]()
 
-    def submit(self: RewardTable, items: Any, *, training: bool = True) -> PendingScores:
-        pending = real(self, items, training=training)
+    def submit(self: RewardTable, items: Any, broken: Any = (), *, training: bool = True) -> Scores:
+        pending = real(self, items, broken, training=training)
         if not training:
             return pending
         if not late:
@@ -568,7 +568,7 @@ def test_a_signal_while_rewards_are_computed_stops_before_they_are_in(
     whole, _ = train(config(training__max_steps=1, name="whole"))
     with monkeypatch.context() as slow:
         slow.setattr(RewardTable, "submit", submit)
-        slow.setattr(rollouts, "LOOK_S", 0.05)
+        slow.setattr(experience, "LOOK_S", 0.05)
         run = build(config(training__max_steps=1))
         with bounded(60), pytest.raises(Stopped, match="received SIGTERM at step 0") as stopped:
             recipe("grpo")(run)
@@ -589,7 +589,7 @@ def test_rewards_that_are_late_on_another_process_are_waited_for_together() -> N
         ),
         check_stop=lambda: looked.append(True),
     )
-    rollouts.await_rewards(session, [])
+    experience.await_rewards(session, [])
     assert looked == [False, True, False, True, False]
 
 

@@ -33,6 +33,7 @@ from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.table import of_all
 from retouch.training.build import Run
+from retouch.training.dealing import step_batches
 from retouch.training.evaluation import (
     Moment,
     evaluated,
@@ -52,7 +53,7 @@ from retouch.training.scoring import (
     RewardOutage,
     wait_for_rewards,
 )
-from retouch.training.step import Step, learning_rate, step_batches, step_positions
+from retouch.training.step import Step, learning_rate, step_positions
 from retouch.training.stopping import CONTINUE, StopRequests
 from retouch.types import Stopped
 

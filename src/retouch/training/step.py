@@ -6,14 +6,13 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from retouch.config.derived import forward_precision, parts_per_forward
-from retouch.data.sampler import batch_examples, derive_seed
+from retouch.data.sampler import batch_examples
 from retouch.engine import Diverged, OutOfMemory
 from retouch.errors import first_line, fitting
 from retouch.observe import Metrics
@@ -230,31 +229,6 @@ def learning_rate(optimizer: OptimizerConfig, base: float, step: int, steps: int
     share = step / max(1, steps)
     decay = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}
     return base * ramp * decay[optimizer.schedule]
-
-
-def step_batches(
-    rows: int, seed: int, epoch: int, inner_epochs: int, steps: int, step_of: Tensor | None = None
-) -> list[Tensor]:
-    """Row indices of each optimizer step of an epoch: every inner epoch is shuffled from (seed, epoch, inner) and dealt
-    evenly into its steps.
-
-    Args:
-        step_of: [rows] step of each row, the same in every inner epoch; None or [0] where they are dealt here.
-    """
-    if step_of is not None and len(step_of):
-        return [(step_of == number % (steps // inner_epochs)).nonzero().flatten() for number in range(steps)]
-    batches: list[Tensor] = []
-    for inner in range(inner_epochs):
-        order = list(range(rows))
-        Random(derive_seed(seed, "order", epoch, inner)).shuffle(order)
-        batches += list(torch.tensor(order, dtype=torch.long).tensor_split(steps // inner_epochs))
-    return batches
-
-
-def shared_batches(seeds: Tensor, steps: int) -> list[Tensor]:
-    """Row indices of each of the steps that all processes take together, from the seeds [N] of all rows: the same rows
-    whichever process has them. Seeds are hashes, so their order is a random one."""
-    return list(seeds.argsort(stable=True).tensor_split(steps))
 
 
 def step_positions(session: Session, size: int, until: int) -> list[list[int]]:

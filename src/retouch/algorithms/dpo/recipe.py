@@ -25,11 +25,11 @@ from retouch.core.objectives.dpo import dpo_loss
 from retouch.core.objectives.sft import denoising_rows
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.experience import rows_of_all
+from retouch.training.dealing import rows_of_all, shared_batches
+from retouch.training.experience import rewarded_samples
 from retouch.training.noised import NoisedRows, noised_copies, row_generators
-from retouch.training.rollouts import rewarded_groups
 from retouch.training.session import Session
-from retouch.training.step import Step, shared_batches, step_positions
+from retouch.training.step import Step, step_positions
 from retouch.training.supervised import warm_up
 
 TIE = 1e-6
@@ -132,18 +132,17 @@ def collect_pairs(session: Session, algorithm: DpoConfig) -> Pairs:
     """Sample an epoch, score it, pair the best with the worst of each group, deal the pairs to the processes."""
     engine = session.run.engine
     policy = None if algorithm.rollout_policy == "current" else "reference"
-    rollouts, rewards = rewarded_groups(session, algorithm, policy)
+    samples, _, rewards = rewarded_samples(session, algorithm, policy)
     best, worst = best_and_worst(rewards, algorithm.combine)
-    final = torch.cat([t.final for t in rollouts.trajectories])
     # the members of a pair may lie on two processes, neither of which trains on it
-    latents = rows_of_all(engine, final, [*best.tolist(), *worst.tolist()])
+    latents = rows_of_all(engine, samples.latents[:, -1], [*best.tolist(), *worst.tolist()])
     win, lose = latents[: len(best)], latents[len(best) :]
-    seeds = engine.gather(torch.tensor(rollouts.seeds, dtype=torch.int64)).cpu()
+    seeds = engine.gather(samples.seed).cpu()
     steps = session.shared_steps
     batches = shared_batches(seeds[best], steps) if steps > 1 else [torch.arange(len(best), dtype=torch.int64)]
     shares = [own_pairs(batch, engine.rank, engine.world_size) for batch in batches]
     mine, weight = (torch.cat(parts) for parts in zip(*shares, strict=True))
-    pairs = Pairs(rewards.position[best[mine]], seeds[best[mine]], win[mine], lose[mine], weight)
+    pairs = Pairs(rewards.example_index[best[mine]], seeds[best[mine]], win[mine], lose[mine], weight)
     if steps > 1:
         pairs.step_of = torch.cat([torch.full_like(own, number) for number, (own, _) in enumerate(shares)])
     return pairs
@@ -162,14 +161,14 @@ def best_and_worst(rewards: RewardRows, combine: str) -> tuple[Tensor, Tensor]:
     Of equal rows the one of the lowest index in the group is taken, whatever process it is on.
     """
     advantages = rewards.advantages(combine, "group", "group", clip=float("inf"))
-    flat, usable = rewards.flat(combine), rewards.usable
+    constant, usable = rewards.zero_variance_rows(combine), rewards.usable
     best: list[int] = []
     worst: list[int] = []
-    for key in rewards.position[usable].unique().tolist():
-        rows = ((rewards.position == key) & usable).nonzero().flatten()
+    for key in rewards.example_index[usable].unique().tolist():
+        rows = ((rewards.example_index == key) & usable).nonzero().flatten()
         rows = rows[rewards.index[rows].argsort()]
         high, low = rows[advantages[rows].argmax()], rows[advantages[rows].argmin()]
-        if not bool(flat[rows].all()) and advantages[high] - advantages[low] > TIE:
+        if not bool(constant[rows].all()) and advantages[high] - advantages[low] > TIE:
             best.append(int(high))
             worst.append(int(low))
     return torch.tensor(best, dtype=torch.long), torch.tensor(worst, dtype=torch.long)

@@ -29,9 +29,10 @@ from retouch.core.steps import gaussian_log_prob
 from retouch.rollout.plan import transition
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
+from retouch.training.dealing import step_batches
 from retouch.training.experience import Experience, experiences
 from retouch.training.session import Session
-from retouch.training.step import Step, attempts, step_batches
+from retouch.training.step import Step, attempts
 from retouch.training.supervised import warm_up
 
 

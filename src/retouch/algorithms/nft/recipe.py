@@ -10,7 +10,8 @@ Before the first update of an epoch whose old policy is the trained one (every e
 prediction is the policy's own, without gradient: the same loss and gradient without the forward of the old policy.
 
 Rewards with a `gradient_weight` add -s <v, g> on the same copies, where g = -d reward / d x0 at the sampled image
-(`pulls`): the gradient of minus the reward by the data x_t - s v that the velocity implies, with g held constant.
+(`scaled_reward_gradients`): the gradient of minus the reward by the data x_t - s v that the velocity implies, with g
+held constant.
 
 For an epsilon model the loss is that of the velocity that its prediction implies (`Schedule.as_flow`). An error of the
 noise is (a + b) / a times as large in that velocity, 15 times at SD1.5's noisiest timestep; rows are weighted by
