@@ -85,7 +85,7 @@ class NoRewards:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._table, name)
 
-    def submit(self, items: Sequence[Any], broken: Collection[int] = (), **_: Any) -> Scores:
+    def submit(self, items: Sequence[Any], *, broken: Collection[int] = (), **_: Any) -> Scores:
         return Scores(
             {"preservation": [Score(i / 10) for i in range(len(items))]}, {"preservation": 1.0}, items, broken
         )

@@ -485,7 +485,7 @@ def run_ours(row: Row, model: Path, prompts: Path, work: Path, counter: Counter,
     class Pixels(NoRewards):
         """Scores that are there at once: the mean of the pixels of each image."""
 
-        def submit(self, items: Sequence[Any], broken: Collection[int] = (), **_: Any) -> Scores:
+        def submit(self, items: Sequence[Any], *, broken: Collection[int] = (), **_: Any) -> Scores:
             means = [float(item.image.mean()) / 255 for item in items]
             return Scores({"jpeg_size": [Score(mean) for mean in means]}, {"jpeg_size": 1.0}, items, broken)
 

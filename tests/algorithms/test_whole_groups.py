@@ -133,7 +133,7 @@ def test_an_image_of_no_numbers_is_no_opponent(scorer: Brightest) -> None:
     table = RewardTable({"pairwise": PairwiseReward(**PAIRWISE["pairwise"])}, RewardClientConfig())
     table.start()
     group = [item(i, group=0) for i in range(4)]
-    [scores] = settle(table, [table.submit(group, [1])], RewardClientConfig())
+    [scores] = settle(table, [table.submit(group, broken=[1])], RewardClientConfig())
     table.close()
     assert [[one.id for one in call] for call in scorer.seen] == [[0, 2, 3]]
     levels = [brightness(one) for one in group]

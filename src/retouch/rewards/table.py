@@ -252,7 +252,7 @@ class RewardTable:
             raise KeyError(name)
         return backend.scorers[name], place.view, backend.device
 
-    def submit(self, items: Sequence[RewardItem], broken: Collection[int] = (), *, training: bool = True) -> Scores:
+    def submit(self, items: Sequence[RewardItem], *, broken: Collection[int] = (), training: bool = True) -> Scores:
         """Start scoring a batch -> its scores, pending.
 
         Args:

@@ -193,7 +193,7 @@ def draw_and_score(
         raw += list(images.numpy())
         items = items_of(batch[:kept], images, [e.id for e in batch[:kept]])
         if rewards.evaluated:
-            pending.append(rewards.submit(items, broken_rows(decoded), training=False))
+            pending.append(rewards.submit(items, broken=broken_rows(decoded), training=False))
     with clock.part("reward_wait"):
         scores = settle(rewards, pending, rewards.client, training=False)
     return Scored(raw, {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.evaluated})

@@ -21,7 +21,7 @@ on).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
@@ -41,6 +41,7 @@ from retouch.data.sampler import (
     rank_slots,
 )
 from retouch.engine import Engine
+from retouch.errors import ConfigError, code_place
 from retouch.observe.grids import grid
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.table import RewardTable
@@ -101,7 +102,7 @@ class Experience:
     step_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32))
 
     @property
-    def steps(self) -> int:
+    def trained_steps(self) -> int:
         """S."""
         return self.log_probs.shape[1]
 
@@ -123,21 +124,11 @@ Samples = tuple[list[Slot], Experience, list[Scores]]
 padding are scored."""
 
 
-def experiences(session: Session, algorithm: AdvantageConfig, policy: str | None = None) -> Iterator[Experience]:
-    """The rows of the epoch under way, once: those that a checkpoint inside it kept, or else sampled and scored now.
+def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = None) -> Experience:
+    """Sample an epoch, score it, turn rewards into advantages, balance the rows.
 
     Args:
         policy: snapshot that samples; None is the current policy.
-
-    Raises:
-        RewardOutage, FailureRateExceeded: nothing of the epoch was trained on.
-        Stopped: asked to stop between batches, or while rewards are computed.
-    """
-    yield session.kept(Experience) or collect(session, algorithm, policy)
-
-
-def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = None) -> Experience:
-    """Sample an epoch, score it, turn rewards into advantages, balance the rows.
 
     Raises:
         RewardOutage, FailureRateExceeded: nothing of the epoch was trained on.
@@ -169,7 +160,7 @@ def rewarded_samples(
         RewardOutage, FailureRateExceeded: on every process.
         Stopped: asked to stop between batches, or while rewards are computed.
     """
-    session.probe_rewards()
+    session.recorder.probe_rewards()
     chosen = first_examples_of_epoch(session)
     slots, experience, scores = sample_and_score(session, algorithm, chosen, policy)
     tally, rewards = gathered_or_refused(session.run, slots, scores)
@@ -274,7 +265,7 @@ def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], numbe
     run.costs.images += len(slots)
     scored = len(slots) - sum(slot.padding for slot in slots)  # padding is last
     items = items_of(examples, images, [e.id for e in examples])[:scored]
-    scores = run.rewards.submit(items, [row for row in broken if row < scored])
+    scores = run.rewards.submit(items, broken=[row for row in broken if row < scored])
     return recorded_rows(slots, seeds, on_the_cpu(trajectory, broken)), scores
 
 
@@ -336,7 +327,7 @@ def settle_together(session: Session, pending: Sequence[Scores]) -> list[Scores]
     run, scores, outage = session.run, list[Scores](), None
     with run.clock.part("reward_wait"):
         try:
-            scores = settle(run.rewards, pending, run.config.reward_client, stop_heard=session.stop_heard)
+            scores = settle(run.rewards, pending, run.config.reward_client, stop_heard=lambda: session.stops.heard)
         except RewardOutage as error:
             outage = error
     raise_together(outage, run.engine.any)
@@ -401,8 +392,36 @@ def advantages_of(algorithm: AdvantageConfig, rewards: RewardRows) -> tuple[Tens
     weight = comparable_rows(rewards.example_index, rewards.usable, algorithm.baseline)
     if algorithm.skip_zero_std_groups and algorithm.baseline == "group":
         weight = weight & ~rewards.zero_variance_rows(algorithm.combine)
+    if algorithm.advantages is not None:
+        return custom_advantages(algorithm, rewards, weight).float(), weight.float()
     how = (algorithm.combine, algorithm.baseline, algorithm.scale, algorithm.advantage_clip)
     return rewards.advantages(*how).float(), weight.float()
+
+
+def custom_advantages(algorithm: AdvantageConfig, rewards: RewardRows, counts: Tensor) -> Tensor:
+    """Advantages [N] of the function that `algorithm.advantages` names, clipped; 0 for rows that do not count.
+
+    Args:
+        counts: [N] bool: rows that are trained on.
+
+    Raises:
+        ConfigError: it failed, or did not return a finite number for each row that counts.
+    """
+    function, given = algorithm.advantage_function(), f"algorithm.advantages: given {algorithm.advantages!r}, which"
+    assert function is not None
+    try:
+        values: object = function(rewards, algorithm)
+    except Exception as error:
+        place = code_place(error)
+        raise ConfigError(f"{given} raised {type(error).__name__}: {error}{place}; correct the function") from error
+    expected = f"expected a tensor [{len(counts)}] of finite numbers, one for each sample of `rewards`"
+    if not isinstance(values, Tensor) or values.shape != counts.shape:
+        what = f"a tensor {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise ConfigError(f"{given} returned {what}; {expected}")
+    values = torch.where(counts, values.detach().cpu().double(), 0.0)
+    if not bool(values.isfinite().all()):
+        raise ConfigError(f"{given} returned NaN or Inf; {expected}")
+    return values.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
 
 
 # --- what is logged ---

@@ -77,9 +77,8 @@ def train(run: Run) -> None:
     assert isinstance(algorithm, RewardGradientConfig)
     with Session(run) as session:
         warm_up(session, algorithm)
-        for _ in session.epochs():
-            rows = session.kept(TrainedSteps) or collect(session, algorithm)
-            for step in session.steps(rows, rows.step_of):
+        for rows in session.epochs(TrainedSteps, collect, algorithm):
+            for step in session.steps(rows):
                 train_step(session, algorithm, rows, step)
         session.finish()
 
@@ -88,14 +87,13 @@ def train_step(session: Session, algorithm: RewardGradientConfig, rows: TrainedS
     """One optimizer step. The reference predicts before the policy's first forward: weights must not be swapped between
     a forward and its backward."""
     run = session.run
-    for attempt in step.attempts():
-        with attempt:
-            micros = [Micro(chosen, None) for chosen in attempt.chunks()]
-            if algorithm.kl_weight:
-                with run.clock.part("train_forward"), run.policy.use("reference"):
-                    micros = [Micro(chosen, predict(run, rows, chosen)) for chosen, _ in micros]
-            for micro in attempt.micro_batches(micros):
-                attempt.backward(*reward_gradient_loss(run, algorithm, rows, micro, step.total))
+    with step:
+        micros = [Micro(chosen, None) for chosen in step.chunks()]
+        if algorithm.kl_weight:
+            with run.clock.part("train_forward"), run.policy.use("reference"):
+                micros = [Micro(chosen, predict(run, rows, chosen)) for chosen, _ in micros]
+        for micro in step.forwards(micros):
+            step.backward(*reward_gradient_loss(run, algorithm, rows, micro, step.normalizer))
 
 
 class Micro(NamedTuple):

@@ -95,7 +95,7 @@ class CompletionScorer:
         items = [item for one, end in zip(generated, ended, strict=True) for item in _items(one, end)]
         broken = [i * each + k for i, one in enumerate(generated) for k in one.broken]
         with clock.part("reward_wait"):
-            pending = run.rewards.submit(items, broken, training=training)
+            pending = run.rewards.submit(items, broken=broken, training=training)
             [scores] = settle(run.rewards, [pending], run.config.reward_client, training=training)
         return _with_scores(generated, scores, each), scores
 
