@@ -35,7 +35,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import comb
 from pathlib import Path
@@ -482,23 +482,12 @@ def run_ours(row: Row, model: Path, prompts: Path, work: Path, counter: Counter,
     from retouch.training.session import Session
     from retouch.types import Score, Scores
 
-    class Means:
+    class Pixels(NoRewards):
         """Scores that are there at once: the mean of the pixels of each image."""
 
-        counted = ()  # nothing is waited for
-
-        def __init__(self, items: Sequence[Any]) -> None:
-            self.means = [float(item.image.mean()) / 255 for item in items]
-
-        def wait(self) -> None: ...
-
-        def result(self, until: float | None = None) -> Scores:
-            del until
-            return Scores({"jpeg_size": [Score(mean) for mean in self.means]}, {"jpeg_size": 1.0})
-
-    class Pixels(NoRewards):
-        def submit(self, items: Sequence[Any], **_: Any) -> Any:
-            return Means(items)
+        def submit(self, items: Sequence[Any], *, broken: Collection[int] = (), **_: Any) -> Scores:
+            means = [float(item.image.mean()) / 255 for item in items]
+            return Scores({"jpeg_size": [Score(mean) for mean in means]}, {"jpeg_size": 1.0}, items, broken)
 
     run = build(parse_run(our_file(row, model, prompts / "train.txt", work)))
     run.rewards = Pixels(run.rewards)  # type: ignore[assignment]

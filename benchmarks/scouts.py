@@ -43,8 +43,9 @@ from retouch.config import load_run
 from retouch.config.run import RunConfig
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.probe import spearman
-from retouch.training import rollouts
-from retouch.training.rollouts import Rollouts
+from retouch.training import experience
+from retouch.training.experience import Samples
+from retouch.types import Scores
 
 FILE = config_file("flux_fill", "nft", "full")
 KL = "algorithm.kl_weight=0.1"
@@ -143,28 +144,26 @@ def forwards(run: Path) -> float:
 @contextmanager
 def choosing(images: int, num_steps: int | None) -> Iterator[None]:
     """Sample the epochs of this process by scouts, or by down-sampling if `num_steps` is None."""
-    plain = rollouts.sample_and_score
+    plain = experience.sample_and_score
 
-    def chosen(session: Any, algorithm: Any, examples: Sequence[int], policy: str | None) -> Rollouts:
+    def chosen(session: Any, algorithm: Any, examples: Sequence[int], policy: str | None) -> Samples:
         rollout = session.run.config.rollout
         with rollout_keys(session.run, group_size=images, num_steps=num_steps or rollout.num_steps):
-            candidates = plain(session, algorithm, examples, policy)
-        kept = extremes(rewards(candidates), images, rollout.group_size)
+            slots, recorded, scores = plain(session, algorithm, examples, policy)
+        kept = extremes(rewards(scores), images, rollout.group_size)
         if num_steps is None:
-            left_out = set(range(len(candidates.slots))) - set(kept)
-            candidates.slots = [replace(slot, padding=row in left_out) for row, slot in enumerate(candidates.slots)]
-            return candidates
-        slots = [candidates.slots[row] for row in kept]
-        with patched(rollouts, "rank_slots", lambda few, *_: [slot for slot in slots if slot.example in few]):
+            return [replace(slot, padding=row not in kept) for row, slot in enumerate(slots)], recorded, scores
+        slots = [slots[row] for row in kept]
+        with patched(experience, "rank_slots", lambda few, *_: [slot for slot in slots if slot.example in few]):
             return plain(session, algorithm, examples, policy)
 
-    with patched(rollouts, "sample_and_score", chosen):
+    with patched(experience, "sample_and_score", chosen):
         yield
 
 
-def rewards(rollouts: Rollouts) -> list[float]:
+def rewards(scores: Sequence[Scores]) -> list[float]:
     """The combined reward of each sample; 0 where it failed."""
-    return [score or 0.0 for scores in rollouts.scores for score in scores.combined()]
+    return [score or 0.0 for batch in scores for score in batch.combined()]
 
 
 def extremes(scores: Sequence[float], images: int, keep: int) -> list[int]:
@@ -199,17 +198,17 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def ranks(arm: str, seed: int, work: Path) -> Row:
     """Compare the rewards of few and of all solver steps after the warm-up; the run takes one step of RL."""
-    plain = rollouts.sample_and_score
+    plain = experience.sample_and_score
     found: dict[int, list[float]] = {}
 
-    def compared(session: Any, algorithm: Any, examples: Sequence[int], policy: str | None) -> Rollouts:
+    def compared(session: Any, algorithm: Any, examples: Sequence[int], policy: str | None) -> Samples:
         for steps in (*RANKED, session.run.config.rollout.num_steps):
             with rollout_keys(session.run, group_size=CANDIDATES, num_steps=steps):
-                found[steps] = rewards(plain(session, algorithm, examples, policy))
+                found[steps] = rewards(plain(session, algorithm, examples, policy)[2])
         return plain(session, algorithm, examples, policy)
 
     config = run_config(arm, seed, 1, work)
-    with patched(rollouts, "sample_and_score", compared):
+    with patched(experience, "sample_and_score", compared):
         train(config)
     full, keep = found[config.rollout.num_steps], config.rollout.group_size
     row: Row = {"run": config.name, "arm": arm, "seed": seed, "inputs": inputs(FILE, overrides=[KL])}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tools import house
 
-from retouch.rewards.table import PendingScores, Place
+from retouch.rewards.table import Place
 from retouch.types import Outcome, Score, Scores
 
 CODE = '''
@@ -70,10 +70,10 @@ def test_words_of_a_page_are_by_hand_but_for_what_a_tool_writes(tmp_path: Path) 
 
 def test_holders_of_a_score_are_found_through_containers_tensors_and_futures() -> None:
     later: Future[dict[str, list[Outcome]]] = Future()
-    pending = PendingScores({Place((), (None, None), "counts"): later}, {}, {}, {}, 1)
+    pending = Scores({}, {}, parts={Place((), (None, None), "counts"): later})
     assert house.holders([pending], 0.25) == set()
     later.set_result({"r": [Score(0.25)]})
-    assert house.holders([{"a": (pending,)}], 0.25) == {"rewards.table.PendingScores"}
+    assert house.holders([{"a": (pending,)}], 0.25) == {"types.Scores"}
     assert house.holders(Scores({"r": [Score(0.25)]}, {"r": 1.0}), 0.25) == {"types.Scores"}
     assert house.holders(Scores({"r": [Score(0.5)]}, {"r": 1.0}), 0.25) == set()
     assert house.contents(torch.tensor([1.0, 0.25]), 0.25) == [0.25]

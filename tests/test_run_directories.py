@@ -177,6 +177,7 @@ def test_each_option_alone_is_refused(key: str, copied: Copy) -> None:
         ({"rewards": {"seam": {"url": "http://localhost@evil.example"}}}, "'http://localhost@evil.example'"),
         ({"rewards": {"seam": {"url": "http://localhost.evil.example"}}}, "'http://localhost.evil.example'"),
         ({"rewards": {"fn": {"fn": "os:system"}}}, "rewards.fn.fn: 'os:system'"),
+        ({"algorithm": {"name": "grpo", "advantages": "os:system"}}, "algorithm.advantages: 'os:system'"),
         ({"rewards": {"fn": {"fn": "retouch.tiny.edits:other"}}}, "rewards.fn.fn: 'retouch.tiny.edits:other'"),
         ({"plugins": ["a", "b"], "rewards": {"own_of_b": {}}}, "plugins: 'a'; plugins: 'b'; expected"),
     ],

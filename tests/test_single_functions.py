@@ -77,7 +77,7 @@ def test_a_failure_of_a_reward_of_weight_0_leaves_the_row_usable() -> None:
         values=torch.ones(3, 2),
         valid=torch.tensor([[True, False], [False, True], [True, True]]),
         weights=torch.tensor([1.0, 0.0]),
-        position=torch.arange(3),
+        example_index=torch.arange(3),
         index=torch.zeros(3, dtype=torch.int64),
         padding=torch.tensor([False, False, True]),
     )

@@ -161,7 +161,9 @@ class _Reference:
             own = [row for row in named.values() if row not in several and row not in shared]
             if len(kinds) > 1:
                 yield f"\n### `{tag}: {_tag_value(kind, tag or '')}`\n\n"
-            judged = f"It has the keys of {self._link(page, (JudgeConfig,))}.\n\n" if issubclass(kind, JudgeEntry) else ""
+            judged = (
+                f"It has the keys of {self._link(page, (JudgeConfig,))}.\n\n" if issubclass(kind, JudgeEntry) else ""
+            )
             yield _prose(kind) + judged + (_table(own) if own else "")
             also = ", ".join(f"`{name}`" for name, row in named.items() if row in several)
             if also:

@@ -7,7 +7,8 @@ Outside `retouch.families` latents are [B, C, H, W] and regions [B, 1, H, W]; pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -15,6 +16,7 @@ from retouch.errors import Diverged as Diverged
 from retouch.errors import Stopped as Stopped
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from retouch.core.schedule import Schedule
     from retouch.families.base import FamilySpec
     from retouch.families.text import TextEncoders
+    from retouch.rewards.protocol import RewardItem
+    from retouch.rewards.table import Gate, Place
 
 Prediction = Literal["flow", "epsilon"]
 
@@ -233,20 +237,82 @@ class Failure:
 Outcome = Score | Failure
 
 
+NOT_FINITE = Failure("bad_item", "the sample contains NaN or Inf")
+
+
 @dataclass(frozen=True)
 class Scores:
-    """The rewards of a batch of N images by name, and their weights in `combined`.
+    """The rewards of a batch of N images by name, and their weights in `combined`. Those that `RewardTable.submit`
+    returns are pending: `result` waits for their outcomes.
 
     Attributes:
-        outcomes: name -> N outcomes.
+        outcomes: name -> N outcomes; empty while they are pending.
         weights: name -> weight; order is that of the run file.
+        items: what was scored; stays, to be submitted again after an outage.
+        broken: indices of images with NaN or Inf, all of whose rewards have failed. No scorer receives them: one that
+            compares a group would count them as opponents.
+        parts: place -> the outcomes that are computed there, by name; empty if nothing is pending.
+        places: name -> the place where a pending reward is computed.
+        gates: name -> the gate that `result` applies.
     """
 
     outcomes: Mapping[str, Sequence[Outcome]]
     weights: Mapping[str, float]
+    items: Sequence[RewardItem] = field(default=(), repr=False)
+    broken: Collection[int] = ()
+    parts: Mapping[Place, Future[dict[str, list[Outcome]]]] = field(default_factory=dict["Place", "Future[Any]"])
+    places: Mapping[str, Place] = field(default_factory=dict[str, "Place"])
+    gates: Mapping[str, Gate] = field(default_factory=dict[str, "Gate"])
 
     def __len__(self) -> int:
-        return len(next(iter(self.outcomes.values())))
+        return len(next(iter(self.outcomes.values()), self.items))
+
+    @property
+    def weighted_futures(self) -> list[Future[dict[str, list[Outcome]]]]:
+        """Pending outcomes of rewards that train; the others delay nothing."""
+        return [future for place, future in self.parts.items() if place.kind == "counts"]
+
+    def wait(self) -> None:
+        """Wait for the rewards that train."""
+        for future in self.weighted_futures:
+            future.result()
+
+    def result(self, until: float | None = None) -> Scores:
+        """Wait for all rewards and apply the gates.
+
+        Args:
+            until: a moment of `time.monotonic`: rewards that are only logged and are not in by then are failures. None
+                waits for them too.
+        """
+        if not self.parts:
+            return self
+        self.wait()
+        done = {
+            place: future.result() if place.kind == "counts" else self._logged(place, future, until)
+            for place, future in self.parts.items()
+        }
+        columns = {name: list(done[place][name]) for name, place in self.places.items()}
+        for column in columns.values():
+            for row in sorted(self.broken):
+                column.insert(row, NOT_FINITE)
+        gated = {
+            name: [gate.apply(*pair) for pair in zip(columns[name], columns[gate.reward], strict=True)]
+            for name, gate in self.gates.items()
+        }  # the value of a gate itself is not gated
+        return replace(self, outcomes=columns | gated, parts={})
+
+    def _logged(
+        self, place: Place, future: Future[dict[str, list[Outcome]]], until: float | None
+    ) -> dict[str, list[Outcome]]:
+        try:
+            return future.result(None if until is None else max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            if future.done():  # just in time, or the scorer itself raised TimeoutError
+                return future.result()
+            future.cancel()
+            late = Failure("deadline", "not in reward_client.logged_wait_s after the rewards that count", True)
+            asked = len(self.items) - len(self.broken)
+            return {name: [late] * asked for name, other in self.places.items() if other == place}
 
     def values(self, name: str) -> list[float | None]:
         """One reward; None where it failed."""

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from retouch.rewards.scorers import preservation
-from retouch.training import rollouts, session
+from retouch.training import experience, session
+from retouch.training.recorder import Recorder
 from retouch.training.session import Session
 
 from .runs import Rule, Scripted, Use
@@ -18,7 +19,7 @@ def run_file(run_file: Callable[..., dict[str, Any]]) -> Callable[..., dict[str,
     return lambda **overrides: run_file(**{"evaluation__num_steps": 1, **overrides})
 
 
-_EVALUATE, _FINISH, _REPORT = Session.evaluate, Session.finish, session.leave_report
+_EVALUATE, _FINISH, _REPORT = Recorder.evaluate, Session.finish, session.leave_report
 
 
 @pytest.fixture
@@ -28,12 +29,12 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     def finish(self: Session) -> None:
-        if self._saved_at == self.progress.step or self._finished or self.config.training.checkpoint_every:
+        if self.recorder._saved_at == self.progress.step or self._finished or self.config.training.checkpoint_every:
             _FINISH(self)
         else:
             self.run.dir.log("event", self.progress.step, {"event": "finished"})
 
-    monkeypatch.setattr(Session, "evaluate", lambda self, moment: None)
+    monkeypatch.setattr(Recorder, "evaluate", lambda self, moment: None)
     monkeypatch.setattr(Session, "finish", finish)
     monkeypatch.setattr(session, "leave_report", lambda run: None)
 
@@ -41,7 +42,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def whole(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs as users have them."""
-    monkeypatch.setattr(Session, "evaluate", _EVALUATE)
+    monkeypatch.setattr(Recorder, "evaluate", _EVALUATE)
     monkeypatch.setattr(Session, "finish", _FINISH)
     monkeypatch.setattr(session, "leave_report", _REPORT)
 
@@ -60,11 +61,11 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Use:
 def sampled_with(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """For every batch that was sampled for rewards, a sum over the weights that sampled it."""
     sums: list[float] = []
-    real = rollouts.sample
+    real = experience.sample
 
     def watch(model: Any, network: Any, *rest: Any, **options: Any) -> Any:
         sums.append(sum(float(p.double().sum()) for p in network.parameters()))
         return real(model, network, *rest, **options)
 
-    monkeypatch.setattr(rollouts, "sample", watch)
+    monkeypatch.setattr(experience, "sample", watch)
     return sums

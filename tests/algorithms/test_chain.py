@@ -59,14 +59,15 @@ def first_kl(run: Run) -> tuple[float, float]:
         session.take_snapshots()
         session.progress.phase = "rl"
         experience = collect(session, algorithm)
-        grpo.complete(session, algorithm, experience)
+        grpo.add_reference_and_old(session, algorithm, experience)
         rows, span = torch.tensor([0]), range(1)  # forwards of one row, as the reference's below
-        step = Step(session, rows, experience.weight[rows].sum(), 0.0, data=run.data, positions=[], seeds=[])
+        weight = experience.weight[rows].sum()
+        step = Step(run, session.size, rows, weight, 0.0, data=run.data, positions=[], seeds=[])
         experience.weight[:] = 1
-        session.rows_per_forward = 1
+        session.size.rows = 1
         experience.reference_means = grpo.reference_means(session, experience)
         _, values, _ = grpo.surrogate(run, algorithm, experience, step, rows, span)
-        now = grpo.replay(run, algorithm, experience, rows, span)
+        now = grpo.forward_on_recorded(run, algorithm, experience, rows, span)
         condition = run.encoded.conditions(experience.position[rows].tolist(), run.engine.device)
         x, _, number = experience.transitions(rows, span)
         plan = run.plans.plan(run.model.schedule(run.config.rollout.num_steps, condition.size))

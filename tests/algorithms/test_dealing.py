@@ -12,13 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retouch.training.experience import (
-    Experience,
-    deal,
-    evenly_dealt,
-    rows_of_all,
-)
-from retouch.training.step import step_batches
+from retouch.training.dealing import evenly_dealt, rows_by_rank, rows_of_all, step_batches
+from retouch.training.experience import Experience
 
 
 class Ranks:
@@ -73,7 +68,7 @@ def dealt(live: list[bool], world_size: int) -> tuple[list[Experience], Ranks]:
 @given(world_size=st.integers(1, 5), n=st.integers(1, 6), data=st.data())
 def test_every_live_row_is_dealt_once_and_evenly(world_size: int, n: int, data: st.DataObject) -> None:
     live = data.draw(st.lists(st.booleans(), min_size=n * world_size, max_size=n * world_size))
-    hands = deal(live, world_size)
+    hands = rows_by_rank(live, world_size)
     assert sorted(row for hand in hands for row in hand) == [row for row, is_live in enumerate(live) if is_live]
     share = -(-sum(live) // world_size)
     assert max(map(len, hands)) == share
@@ -83,11 +78,11 @@ def test_every_live_row_is_dealt_once_and_evenly(world_size: int, n: int, data: 
 
 
 def test_deals_by_hand() -> None:
-    assert deal([True] * 3 + [True, True, False], 2) == [[0, 1, 2], [3, 4]]  # padding alone moves nothing
-    assert deal([False] * 4 + [True] * 4, 2) == [[6, 7], [4, 5]]
-    assert deal([True, False, False, False, True, True, True, True, True], 3) == [[0, 8], [4, 5], [6, 7]]
-    assert deal([False] * 4, 2) == [[], []]
-    assert deal([True, False, True], 1) == [[0, 2]]
+    assert rows_by_rank([True] * 3 + [True, True, False], 2) == [[0, 1, 2], [3, 4]]  # padding alone moves nothing
+    assert rows_by_rank([False] * 4 + [True] * 4, 2) == [[6, 7], [4, 5]]
+    assert rows_by_rank([True, False, False, False, True, True, True, True, True], 3) == [[0, 8], [4, 5], [6, 7]]
+    assert rows_by_rank([False] * 4, 2) == [[], []]
+    assert rows_by_rank([True, False, True], 1) == [[0, 2]]
 
 
 def test_what_a_rank_is_dealt_comes_whole() -> None:

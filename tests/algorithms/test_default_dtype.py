@@ -17,7 +17,7 @@ from torch.nn.modules import module as hooks
 
 from retouch.algorithms.vlm_grpo.scoring import CompletionScorer
 from retouch.config import RunConfig
-from retouch.training.session import Session
+from retouch.training import session
 from tests.selection import rows
 
 from .runs import Config, Use, brightness, same_weights, train, weights
@@ -92,8 +92,8 @@ def test_the_bits_of_a_run_are_the_same_under_another_default(
         return cell(config, family, algorithm, "lora", name=name, signs=signs)
 
     plain, expected = train(made("plain"))
-    real = Session._log_header
-    monkeypatch.setattr(Session, "_log_header", lambda *rest: (torch.set_default_dtype(OTHER), real(*rest)))
+    real = session.log_header
+    monkeypatch.setattr(session, "log_header", lambda *rest: (torch.set_default_dtype(OTHER), real(*rest)))
     try:
         other, found = train(made("other"))
         assert torch.get_default_dtype() == OTHER

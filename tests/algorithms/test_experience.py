@@ -14,7 +14,7 @@ from retouch.data.sampler import (
     Slot,
     rank_slots,
 )
-from retouch.training import rollouts
+from retouch.training import experience
 from retouch.types import Failure, Score
 
 from .runs import Config, Use, brightness, of_kind, train, weights
@@ -36,13 +36,13 @@ def moved(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int] | None]]:
     """Seeds and noise seeds of every batch that was sampled for rewards."""
     seeds: list[tuple[list[int], list[int] | None]] = []
-    real = rollouts.sample
+    real = experience.sample
 
     def watch(*arguments: Any, **options: Any) -> Any:
         seeds.append((list(arguments[4]), arguments[5]))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(rollouts, "sample", watch)
+    monkeypatch.setattr(experience, "sample", watch)
     return seeds
 
 
@@ -87,7 +87,7 @@ def test_a_padded_row_weighs_nothing(config: Config, scripted: Use, monkeypatch:
         slots = rank_slots(*share)
         return [*slots, replace(slots[-1], padding=True)]
 
-    monkeypatch.setattr(rollouts, "rank_slots", padded)
+    monkeypatch.setattr(experience, "rank_slots", padded)
     more, records = train(config(name="more", training__max_steps=1, **{**SIX, "rollout__batch_size_per_device": 7}))
     (step,), (rollout,) = of_kind(records, "train"), of_kind(records, "rollout")
     assert step["rows"] == 6.0 and rollout["images"] == 6.0 and rollout["failed"] == 0.0

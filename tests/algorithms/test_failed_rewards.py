@@ -29,7 +29,7 @@ from retouch.families.flux_fill.model import FluxFill
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
-from retouch.training import rollouts
+from retouch.training import experience
 from retouch.training.scoring import Tally
 from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Stopped
@@ -150,7 +150,9 @@ def test_the_gradient_with_failed_rows_is_that_without_them(
     assert of_kind(records, "rollout")[0]["failed"] == 1.0
     two_rewards(monkeypatch, lambda n: False)
     with monkeypatch.context() as patched:
-        patched.setattr(rollouts, "rank_slots", lambda *a: [s for n, s in enumerate(rank_slots(*a)) if n not in FAILED])
+        patched.setattr(
+            experience, "rank_slots", lambda *a: [s for n, s in enumerate(rank_slots(*a)) if n not in FAILED]
+        )
         train(config(name="without", **shape))
     zero = itertools.count()
 
@@ -220,7 +222,7 @@ def test_a_picture_of_no_numbers_is_one_whose_reward_failed(
     scripted(lambda item: Failure("bad_item", "no") if item.id in rows and item.group < 200 else brightness(item))  # type: ignore[operator]
     expected, _ = train(config(name="failed", **shape))
     scripted(brightness)
-    real_sample, real_decode = rollouts.sample, FluxFill.decode
+    real_sample, real_decode = experience.sample, FluxFill.decode
 
     def broken_path(*arguments: Any, **options: Any) -> Any:
         trajectory = real_sample(*arguments, **options)
@@ -235,7 +237,7 @@ def test_a_picture_of_no_numbers_is_one_whose_reward_failed(
         return images
 
     if where == "path":
-        monkeypatch.setattr(rollouts, "sample", broken_path)
+        monkeypatch.setattr(experience, "sample", broken_path)
     else:
         monkeypatch.setattr(FluxFill, "decode", broken_picture)
     run, records = train(config(name="broken", **shape))

@@ -22,7 +22,7 @@ from retouch.adapters.lora import FILE
 from retouch.config import RunConfig
 from retouch.errors import RewardOutage
 from retouch.observe.run_dir import read_metrics
-from retouch.training import evaluation, rollouts
+from retouch.training import evaluation, experience
 from retouch.types import Stopped
 from tests.command_line import retouch
 from tests.selection import default, rows
@@ -261,7 +261,7 @@ def stopped_in_training(monkeypatch: pytest.MonkeyPatch, how: str) -> Iterator[N
     """Within it, a run is stopped where it samples for training, or computes its first gradient."""
     from retouch.engine import Engine
 
-    real, backward = rollouts.sample, Engine.backward
+    real, backward = experience.sample, Engine.backward
 
     def act() -> None:
         terminated() if how == "signal" else killed()
@@ -275,7 +275,7 @@ def stopped_in_training(monkeypatch: pytest.MonkeyPatch, how: str) -> Iterator[N
         backward(self, loss)
 
     with monkeypatch.context() as changed:
-        changed.setattr(rollouts, "sample", sample)
+        changed.setattr(experience, "sample", sample)
         changed.setattr(Engine, "backward", back)
         yield
 

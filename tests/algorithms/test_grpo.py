@@ -31,12 +31,12 @@ from retouch.families.flux_fill.model import FluxFill
 from retouch.observe.timing import PARTS
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import ocr
-from retouch.rewards.table import PendingScores, RewardTable
-from retouch.training import evaluation, rollouts
+from retouch.rewards.table import RewardTable
+from retouch.training import evaluation, experience
 from retouch.training.build import build
+from retouch.training.recorder import Recorder
 from retouch.training.scoring import RewardOutage
-from retouch.training.session import Session
-from retouch.types import Failure, Outcome, Score, Stopped
+from retouch.types import Failure, Outcome, Score, Scores, Stopped
 from tests.fuzz.inputs import bounded
 from tests.selection import default
 
@@ -227,13 +227,18 @@ def test_the_loss_of_a_span_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     means m and a reference of 0 at a std of 1, is m² / 2; the span counts as 2/3 of the row."""
     means = torch.tensor([0.2, 0.4, 5.0, 5.0]).view(4, 1, 1, 1)
     log_probs, one = torch.zeros(4), torch.ones(4)
-    now = grpo.Replay(log_probs, means, one, None, -one, None)
-    monkeypatch.setattr(grpo, "replay", lambda *_: now)
+    now = grpo.Forward(log_probs, means, one, None, -one, None)
+    monkeypatch.setattr(grpo, "forward_on_recorded", lambda *_: now)
     zeros = {"log_probs": log_probs, "reference_means": torch.zeros(4, 1, 1, 1)}
     rows: Any = SimpleNamespace(
-        weight=torch.tensor([1.0, 0.0]), advantages=torch.zeros(2), steps=3, spanned=lambda name, *_: zeros[name]
+        weight=torch.tensor([1.0, 0.0]),
+        advantages=torch.zeros(2),
+        trained_steps=3,
+        spanned=lambda name, *_: zeros[name],
     )
-    step: Any = SimpleNamespace(total=torch.tensor(4.0), old=lambda now, then: then, off_policy=lambda *_: {})
+    step: Any = SimpleNamespace(
+        normalizer=torch.tensor(4.0), old_policy_values=lambda now, then: then, log_ratio_metric=lambda *_: {}
+    )
     run: Any = SimpleNamespace(engine=SimpleNamespace(device="cpu"))
     loss, values, counted = grpo.surrogate(run, GrpoConfig(kl_weight=3.0), rows, step, torch.arange(2), range(2))
     kl = (0.2**2 + 0.4**2) / 2 / 2
@@ -544,7 +549,7 @@ def test_a_signal_that_another_process_got_stops_this_one_resumable(
 ) -> None:
     run = build(config(training__max_minutes=60))
     monkeypatch.setattr(run.engine, "any", lambda value: True if run.dir.path.exists() else value)
-    monkeypatch.setattr(Session, "evaluate", lambda *_: None)
+    monkeypatch.setattr(Recorder, "evaluate", lambda *_: None)
     with pytest.raises(Stopped, match="received a signal on another process") as stopped:
         recipe("grpo")(run)
     run.close()
@@ -556,8 +561,8 @@ def test_a_signal_while_rewards_are_computed_stops_before_they_are_in(
 ) -> None:
     real, late = RewardTable.submit, list[threading.Timer]()
 
-    def submit(self: RewardTable, items: Any, *, training: bool = True) -> PendingScores:
-        pending = real(self, items, training=training)
+    def submit(self: RewardTable, items: Any, *, broken: Any = (), training: bool = True) -> Scores:
+        pending = real(self, items, broken=broken, training=training)
         if not training:
             return pending
         if not late:
@@ -568,7 +573,7 @@ def test_a_signal_while_rewards_are_computed_stops_before_they_are_in(
     whole, _ = train(config(training__max_steps=1, name="whole"))
     with monkeypatch.context() as slow:
         slow.setattr(RewardTable, "submit", submit)
-        slow.setattr(rollouts, "LOOK_S", 0.05)
+        slow.setattr(experience, "LOOK_S", 0.05)
         run = build(config(training__max_steps=1))
         with bounded(60), pytest.raises(Stopped, match="received SIGTERM at step 0") as stopped:
             recipe("grpo")(run)
@@ -589,7 +594,7 @@ def test_rewards_that_are_late_on_another_process_are_waited_for_together() -> N
         ),
         check_stop=lambda: looked.append(True),
     )
-    rollouts.await_rewards(session, [])
+    experience.await_rewards(session, [])
     assert looked == [False, True, False, True, False]
 
 

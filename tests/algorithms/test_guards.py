@@ -17,7 +17,8 @@ from retouch.config import RunConfig
 from retouch.observe import guards
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
-from retouch.training.scoring import JUDGED, _with_groups, rewards_of
+from retouch.training.recorder import Recorder
+from retouch.training.scoring import JUDGED, _with_groups, judge_details
 from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Scores, Stopped
 from tests.selection import default
@@ -248,17 +249,16 @@ def test_a_run_that_stops_where_an_evaluation_is_due_has_each_once(config: Confi
 
 def stopped_and_resumed(at: int, make: Callable[[], RunConfig]) -> list[dict[str, Any]]:
     """Records of a run that gets SIGTERM in a step, in step 0 before its first evaluation, and goes on."""
-    real = Session.end_step if at else Session.evaluate
+    owner, name = (Session, "end_step") if at else (Recorder, "evaluate_at_start")
+    real = getattr(owner, name)
 
-    def asked(self: Session, *arguments: Any, **named: Any) -> None:
+    def asked(self: Session | Recorder, *arguments: Any, **named: Any) -> None:
         if self.progress.step + bool(at) == at:
             os.kill(os.getpid(), signal.SIGTERM)
         real(self, *arguments, **named)
-        if not at:
-            self.check_stop()
 
     with pytest.MonkeyPatch.context() as patched, pytest.raises(Stopped):
-        patched.setattr(Session, "end_step" if at else "evaluate", asked)
+        patched.setattr(owner, name, asked)
         train(make())
     return train(make())[1]
 
@@ -279,7 +279,7 @@ def test_details_of_judges_are_averaged_over_the_scores_that_have_them() -> None
     """Sum and number, by reward and by detail of `JUDGED`."""
     found = [Score(0.5, {"order_dependent": 1.0, "position_bias": 0.25}), Score(0.1, {"order_dependent": 0.0})]
     columns = {"better": [*found, Failure("unavailable", "gone")], "ocr": [Score(1.0), Score(0.0), Score(0.5)]}
-    judged = rewards_of(["better", "ocr"], [Scores(columns, {"better": 1.0, "ocr": 1.0})]).judged
+    judged = judge_details(["better", "ocr"], [Scores(columns, {"better": 1.0, "ocr": 1.0})])
     assert list(JUDGED) == ["mass", "order_dependent", "position_bias"]
     assert judged.tolist() == [[[0, 0], [1, 2], [0.25, 1]], [[0, 0]] * 3]
 

@@ -17,7 +17,7 @@ from retouch.engine import Engine, OutOfMemory, engine
 from retouch.engine.speed import compile_blocks
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.table import RewardTable
-from retouch.training import rollouts
+from retouch.training import experience
 from retouch.training.build import build
 from retouch.types import Outcome
 from tests.selection import default
@@ -75,7 +75,7 @@ def test_rewards_while_sampling_goes_on_are_those_waited_for(
     sampled: list[str] = []
     second_begun = threading.Event()
     in_time: list[bool] = []
-    real_sample, real_submit = rollouts.sample, RewardTable.submit
+    real_sample, real_submit = experience.sample, RewardTable.submit
 
     def sample(*given: Any, **options: Any) -> Any:
         sampled.append("batch")
@@ -94,7 +94,7 @@ def test_rewards_while_sampling_goes_on_are_those_waited_for(
         return pending
 
     options = {"rollout__batch_size_per_device": 2, "optimizer__lr": 1e-3, "training__max_steps": 2}
-    monkeypatch.setattr(rollouts, "sample", sample)
+    monkeypatch.setattr(experience, "sample", sample)
     scripted(score_late)
     overlapped, _ = train(config(name="overlapped", **options))
     assert len(in_time) >= 4 and all(in_time)

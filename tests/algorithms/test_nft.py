@@ -15,7 +15,7 @@ from retouch.algorithms.nft import recipe as nft
 from retouch.config import RunConfig
 from retouch.engine import Engine
 from retouch.rewards.protocol import RewardItem
-from retouch.training import rollouts
+from retouch.training import experience
 from retouch.training.noised import NoisedRows
 from retouch.types import Failure, Score
 from tests.selection import default
@@ -287,7 +287,7 @@ def test_the_target_is_the_rollout_s_own_latent(
     """Not the model's estimate, which carries no reward; and it is noised with fresh noise, not the rollout's."""
     finals: list[Tensor] = []
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
-    real_sample, real_loss = rollouts.sample, nft.nft_loss
+    real_sample, real_loss = experience.sample, nft.nft_loss
 
     def sample(*arguments: Any, **options: Any) -> Any:
         trajectory = real_sample(*arguments, **options)
@@ -298,7 +298,7 @@ def test_the_target_is_the_rollout_s_own_latent(
         seen.append((x_t.detach(), x0.detach(), sigma))
         return real_loss(v, old, x_t, x0, sigma, *rest)
 
-    monkeypatch.setattr(rollouts, "sample", sample)
+    monkeypatch.setattr(experience, "sample", sample)
     monkeypatch.setattr(nft, "nft_loss", loss)
     scripted(brightness)
     one_forward = {"optimizer__steps_per_forward": None}

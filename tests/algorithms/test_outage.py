@@ -30,7 +30,7 @@ CHILD = """
 import os, signal, sys
 import torch
 torch.set_num_threads(1)
-import retouch.training.rollouts as module
+import retouch.training.experience as module
 sample, seen, server = module.sample, 0, int(os.environ["SERVER"])
 
 def fatal(*args, **kwargs):

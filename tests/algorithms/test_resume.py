@@ -43,7 +43,7 @@ def fatal(function):
     return wrapped
 
 if where == "rollout":
-    import retouch.training.rollouts as module
+    import retouch.training.experience as module
     module.sample = fatal(module.sample)
 elif where == "backward":
     from retouch.engine import Engine

@@ -341,11 +341,11 @@ def test_a_process_stops_with_one_whose_examples_are_others(signs: Path, config:
 
 @pytest.mark.parametrize("kind", [Experience, Pairs])
 def test_rollouts_of_another_algorithm_are_no_type_error(kind: Any) -> None:
-    kept = SimpleNamespace(_rollouts={"frames": torch.zeros(1), "weight": torch.zeros(1)})
+    kept = SimpleNamespace(_resumed_rows={"frames": torch.zeros(1), "weight": torch.zeros(1)})
     with pytest.raises(
         CheckpointError, match=r"holds frames, weight, but this algorithm goes on with .*position.*seed"
     ):
-        Session.kept(cast("Any", kept), kind)
+        Session.take_resumed_rows(cast("Any", kept), kind)
 
 
 @pytest.mark.full

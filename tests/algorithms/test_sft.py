@@ -168,11 +168,9 @@ def test_the_share_of_rows_without_caption(share: float) -> None:
     run = SimpleNamespace(engine=SimpleNamespace(device="cpu", rank=0), clock=None)
     session: Any = SimpleNamespace(run=run, progress=SimpleNamespace(step=0))
     rows = torch.arange(400)
-    step: Any = SimpleNamespace(rows=rows, seeds=rows.tolist())
+    step: Any = SimpleNamespace(rows=rows, seeds=rows.tolist(), positions=rows.tolist())
     with pytest.raises(Seen) as caught:
-        supervised.supervised_loss(
-            session, data, SftConfig(caption_dropout=share), step, rows, rows.tolist(), shifted=True
-        )
+        supervised.supervised_loss(session, data, SftConfig(caption_dropout=share), step, rows, shifted=True)
     assert caught.value.args[0] == pytest.approx(400 * share, abs=35)  # four standard deviations
 
 

@@ -13,10 +13,10 @@ from retouch.config import ConfigError
 from retouch.engine import Engine
 from retouch.families import text
 from retouch.families.text import TextEncoders
-from retouch.training import rollouts
+from retouch.training import experience
 from retouch.training.build import build
-from retouch.training.rollouts import Rollouts
-from retouch.types import Trajectory
+from retouch.training.experience import Experience
+from retouch.types import Scores, Trajectory
 
 from .runs import Config, Use, brightness, train
 
@@ -36,33 +36,33 @@ def test_trajectories_of_an_epoch_wait_on_the_cpu(
     name: str, config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scripted(brightness)
-    real, kept = rollouts.sample, list[Trajectory]()
+    real, kept = experience.sample, list[Experience]()
 
     def sample(*rest: Any, **options: Any) -> Trajectory:
         made = real(*rest, **options)
         moved = {n: t.as_subclass(OnDevice) for n, t in vars(made).items() if isinstance(t, Tensor) and n != "times"}
         return replace(made, **moved)
 
-    def watched(*rest: Any) -> Rollouts:
+    def watched(*rest: Any) -> tuple[Experience, Scores]:
         result = roll_out(*rest)
-        kept.extend(result.trajectories)
+        kept.append(result[0])
         return result
 
-    roll_out = rollouts.roll_out
-    monkeypatch.setattr(rollouts, "sample", sample)
-    monkeypatch.setattr(rollouts, "roll_out", watched)
+    roll_out = experience.roll_out
+    monkeypatch.setattr(experience, "sample", sample)
+    monkeypatch.setattr(experience, "roll_out", watched)
     ode = {} if name == "grpo" else {"rollout__window": None, "rollout__noise_level": None}
     guidance = {"rollout__guidance_scale": 1.0} if name == "reward_gradient" else {}
     train(config(algorithm={"name": name}, training__max_steps=1, **ode, **guidance))
     assert kept
-    tensors = [t for one in kept for n, t in vars(one).items() if isinstance(t, Tensor) and n != "times"]
+    tensors = [t for one in kept for t in vars(one).values()]
     assert not any(isinstance(t, OnDevice) for t in tensors)
 
 
 def test_rows_without_numbers_are_zeros_and_the_sampled_tensors_stay() -> None:
     latents = torch.full((2, 1, 3), torch.nan)
     path = Trajectory(latents[:, 0], torch.ones(2), 0, latents, torch.ones(2, 1))
-    found = rollouts.kept(path, [1])
+    found = experience.on_the_cpu(path, [1])
     assert found.latents[0].isnan().all() and not found.latents[1].any() and latents.isnan().all()
     assert found.means is None and found.log_probs.tolist() == [[1.0], [0.0]]
 

@@ -15,10 +15,10 @@ from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.protocol import CheckedScorer, RewardItem, ScorerSpec
 from retouch.rewards.scorers.pairwise import PairwiseReward
 from retouch.rewards.table import RewardTable
-from retouch.training import rollouts
+from retouch.training import experience
 from retouch.training.build import Run, build
-from retouch.training.rollouts import gathered, sample_groups
-from retouch.training.scoring import settle, submitted
+from retouch.training.experience import gathered, items_by_row, sample_groups
+from retouch.training.scoring import settle
 from retouch.types import Failure, Outcome, Score
 from tests.rewards.fakes import brightness, item
 
@@ -81,13 +81,14 @@ def scored_on(run: Run, processes: int, examples: list[int]) -> dict[tuple[int, 
         )
         run.engine = alone  # type: ignore[assignment]
         session: Any = SimpleNamespace(run=run, progress=SimpleNamespace(epoch=0), check_stop=lambda: None)
-        found = sample_groups(session, run.config.algorithm, examples, None)  # type: ignore[arg-type]
-        found.scores = settle(run.rewards, found.batches, run.config.reward_client)
-        rewards = gathered(run, found.slots, found.scores)
-        for row, slot in enumerate(found.slots):
+        slots, _, pending = sample_groups(session, run.config.algorithm, examples, None)  # type: ignore[arg-type]
+        scores = settle(run.rewards, pending, run.config.reward_client)
+        rewards = gathered(alone, run.rewards, slots, scores)  # type: ignore[arg-type]
+        items = items_by_row(rewards.padding, scores)
+        for row, slot in enumerate(slots):
             assert bool(rewards.padding[row]) == slot.padding
             assert bool(rewards.usable[row]) != slot.padding
-            assert (found.items[row] is None) == slot.padding
+            assert (items[row] is None) == slot.padding
             if not slot.padding:
                 assert (slot.example, slot.index) not in values
                 values[slot.example, slot.index] = float(rewards.values[row, 0])
@@ -111,8 +112,8 @@ def test_resampled_groups_have_the_values_of_one_process(group_size: int, config
 
 def test_a_run_that_resamples(config: Config, scorer: Brightest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one of four processes has it, with a missing group on another: it samples padding, which no scorer gets."""
-    real = rollouts.rank_slots
-    monkeypatch.setattr(rollouts, "rank_slots", lambda *share: [*real(*share), *padding_of(real(*share))])
+    real = experience.rank_slots
+    monkeypatch.setattr(experience, "rank_slots", lambda *share: [*real(*share), *padding_of(real(*share))])
     shape = {"rollout__batch_size_per_device": 6, "training__max_steps": 1, "evaluation__num_examples": 1}
     _, records = train(config(rewards=PAIRWISE, algorithm={"name": "grpo", "resample_rounds": 2}, **shape))
     (rollout,) = of_kind(records, "rollout")
@@ -121,7 +122,7 @@ def test_a_run_that_resamples(config: Config, scorer: Brightest, monkeypatch: py
 
 
 def padding_of(slots: Sequence[Any]) -> list[Any]:
-    return [rollouts.Slot(slot.example, slot.index, padding=True) for slot in slots[-2:]]
+    return [experience.Slot(slot.example, slot.index, padding=True) for slot in slots[-2:]]
 
 
 # --- samples without numbers, and calls that fail ---
@@ -132,7 +133,7 @@ def test_an_image_of_no_numbers_is_no_opponent(scorer: Brightest) -> None:
     table = RewardTable({"pairwise": PairwiseReward(**PAIRWISE["pairwise"])}, RewardClientConfig())
     table.start()
     group = [item(i, group=0) for i in range(4)]
-    [scores] = settle(table, [submitted(table, group, [1])], RewardClientConfig())
+    [scores] = settle(table, [table.submit(group, broken=[1])], RewardClientConfig())
     table.close()
     assert [[one.id for one in call] for call in scorer.seen] == [[0, 2, 3]]
     levels = [brightness(one) for one in group]

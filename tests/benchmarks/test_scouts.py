@@ -19,8 +19,7 @@ import scouts  # noqa: E402
 
 from retouch.config import RunConfig, load_run  # noqa: E402
 from retouch.data.sampler import Slot, rank_slots  # noqa: E402
-from retouch.training import rollouts  # noqa: E402
-from retouch.training.rollouts import Rollouts  # noqa: E402
+from retouch.training import experience  # noqa: E402
 
 ROWS: list[dict[str, Any]] = json.loads((REPOSITORY / "benchmarks/results/scouts.json").read_text(encoding="utf-8"))[
     "rows"
@@ -40,37 +39,37 @@ class Scored:
         return self.values
 
 
-def sampled(session: Any, algorithm: Any, examples: Any, policy: Any) -> Rollouts:
-    """Samples whose reward is best at index 1, worst at index 2, and records the solver steps as the seeds."""
+def sampled(session: Any, algorithm: Any, examples: Any, policy: Any) -> Any:
+    """Samples whose reward is best at index 1, worst at index 2, and the solver steps as what was recorded of them."""
     rollout = session.run.config.rollout
-    slots = rollouts.rank_slots(list(examples), rollout.group_size, 0, 1)
+    slots = experience.rank_slots(list(examples), rollout.group_size, 0, 1)
     values = [{1: 2.0, 2: -1.0}.get(slot.index, 0.5) for slot in slots]
     session.run.costs.images += len(slots)
-    return Rollouts(slots, [rollout.num_steps] * len(slots), [], [], [Scored(values)])  # type: ignore[list-item]
+    return slots, [rollout.num_steps] * len(slots), [Scored(values)]
 
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of a run with groups of two samples in four steps, whose sampling is `sampled`."""
-    monkeypatch.setattr(rollouts, "sample_and_score", sampled)
+    monkeypatch.setattr(experience, "sample_and_score", sampled)
     config: RunConfig = load_run(scouts.FILE, ["rollout.group_size=2"])
     return SimpleNamespace(run=SimpleNamespace(config=config, costs=SimpleNamespace(images=0)))
 
 
 def test_scouts_choose_the_extremes_and_sample_them_in_full(session: Any) -> None:
     with scouts.choosing(4, 2):
-        found = rollouts.sample_and_score(session, None, [7, 3], None)  # type: ignore[arg-type]
-    assert found.slots == [Slot(7, 1), Slot(7, 2), Slot(3, 1), Slot(3, 2)]
-    assert found.seeds == [4] * 4
+        slots, recorded, _ = experience.sample_and_score(session, None, [7, 3], None)  # type: ignore[arg-type]
+    assert slots == [Slot(7, 1), Slot(7, 2), Slot(3, 1), Slot(3, 2)]
+    assert recorded == [4] * 4
     assert session.run.config.rollout.num_steps == 4 and session.run.costs.images == 12
-    assert rollouts.sample_and_score is sampled and rollouts.rank_slots is rank_slots
+    assert experience.sample_and_score is sampled and experience.rank_slots is rank_slots
 
 
 def test_down_sampling_keeps_the_extremes_of_full_samples(session: Any) -> None:
     with scouts.choosing(4, None):
-        found = rollouts.sample_and_score(session, None, [7], None)  # type: ignore[arg-type]
-    assert [slot.padding for slot in found.slots] == [True, False, False, True]
-    assert found.seeds == [4] * 4
+        slots, recorded, _ = experience.sample_and_score(session, None, [7], None)  # type: ignore[arg-type]
+    assert [slot.padding for slot in slots] == [True, False, False, True]
+    assert recorded == [4] * 4
 
 
 def test_extremes_are_of_each_example() -> None:

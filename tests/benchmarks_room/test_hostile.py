@@ -15,7 +15,8 @@ import yaml
 from PIL import Image
 
 from retouch.errors import ConfigError
-from retouch.rewards.table import PendingScores, RewardTable
+from retouch.rewards.table import RewardTable
+from retouch.types import Scores
 from retouch.use import benchmark_scores
 from retouch.use.benchmark_images import claim
 from tests.benchmarks_room import stub_readers
@@ -153,23 +154,23 @@ def test_large_images_are_scored_in_bounded_memory(
     right = measures(tmp_path / "out")
     monkeypatch.setattr(benchmark_scores, "_MOST_PIXELS", 64 * 32 * 2)
     sizes, held, most = list[int](), 0, 0
-    real, real_result = RewardTable.submit, PendingScores.result
+    real, real_result = RewardTable.submit, Scores.result
 
-    def submit(self: RewardTable, items: Any, **options: Any) -> PendingScores:
+    def submit(self: RewardTable, items: Any, **options: Any) -> Scores:
         nonlocal held, most
         sizes.append(len(items))
         held += len(items)
         most = max(most, held)
         return real(self, items, **options)
 
-    def result(self: PendingScores, until: float | None = None) -> Any:
+    def result(self: Scores, until: float | None = None) -> Any:
         nonlocal held
         found = real_result(self, until)
         held -= len(next(iter(found.outcomes.values())))
         return found
 
     monkeypatch.setattr(RewardTable, "submit", submit)
-    monkeypatch.setattr(PendingScores, "result", result)
+    monkeypatch.setattr(Scores, "result", result)
     (folder / "test201_0.png").write_bytes(b"no image")
     outcome = score(images=folder, out=tmp_path / "again")
     assert outcome.code == 0, outcome.err

@@ -30,7 +30,7 @@ from retouch.rewards.foreign import MOST_CHARACTERS
 from retouch.rewards.gradient import pixel_rewards
 from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import CheckedScorer, RewardItem
-from retouch.training.step import Attempt
+from retouch.training.step import Step
 from retouch.types import Failure, Outcome, Score
 
 
@@ -364,6 +364,6 @@ def test_an_extra_that_retouch_does_not_have_is_to_fix() -> None:
     ],
 )
 def test_a_loss_without_gradient_or_of_several_numbers_is_named(loss: torch.Tensor, given: str) -> None:
-    attempt = object.__new__(Attempt)  # the check reads the loss alone
+    step = object.__new__(Step)  # the check reads the loss alone
     with pytest.raises(ValueError, match=f"backward: given a loss of {given}; expected a scalar with a gradient"):
-        attempt.backward(loss, {}, 1)
+        step.backward(loss, {}, 1)

@@ -10,7 +10,7 @@ import gc
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from retouch.families.loading import load_model
 from retouch.rewards.scorers import preservation
 from retouch.rollout.plan import StepPlan
 from retouch.rollout.sampler import sample
-from retouch.training.step import Attempt, Step
+from retouch.training.step import Step
 from tests.algorithms.runs import Scripted, brightness, train, weights
 from tests.families.test_contract import SEEDS, SIZE, examples_of
 from tests.rehearsal.device import NAME, capacity, memory, recorded
@@ -37,17 +37,17 @@ def kept(config: RunConfig) -> dict[str, Any]:
     """A run -> what `check --memory` counts without gradients and for them, and the bytes on the device before the last
     step, and before its update of the weights. Before the first step of a phase there are no moments."""
     between, before_update = list[int](), list[int]()
-    attempts, step, before = Step.attempts, Engine.step, in_use()
+    enter, step, before = Step.__enter__, Engine.step, in_use()
 
-    def watched(self: Step) -> Iterator[Attempt]:
+    def watched(self: Step) -> Step:
         between.append(memory.used - before)
-        yield from attempts(self)
+        return enter(self)
 
     def stepped(self: Engine, lr: float) -> dict[str, float]:
         before_update.append(memory.used - before)
         return step(self, lr)
 
-    with mock.patch.object(Step, "attempts", watched), mock.patch.object(Engine, "step", stepped):
+    with mock.patch.object(Step, "__enter__", watched), mock.patch.object(Engine, "step", stepped):
         train(config)
     report = report_memory(config)
     gradients = next(part["bytes"] for part in report["parts"] if part["what"] == "gradients")

@@ -26,7 +26,7 @@ from retouch.families import loading
 from retouch.families.offload import OffloadedNetworks
 from retouch.rewards.scorers import preservation
 from retouch.tiny.signs import draw_words, write_signs
-from retouch.training.session import Session
+from retouch.training.recorder import Recorder
 from tests.algorithms.runs import Scripted, brightness, of_kind, train, weights
 from tests.algorithms.test_cells import cell
 from tests.algorithms.test_ip_adapter import ADAPTER
@@ -100,7 +100,7 @@ def aligned() -> Iterator[None]:
 @contextmanager
 def training_only(record: Record) -> Iterator[None]:
     """Inside, evaluations and checkpoints are not recorded."""
-    evaluate, save = Session.evaluate, Session.save
+    evaluate, save = Recorder.evaluate, Recorder.save
 
     def unrecorded(method: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
@@ -110,8 +110,8 @@ def training_only(record: Record) -> Iterator[None]:
         return call
 
     with (
-        mock.patch.object(Session, "evaluate", unrecorded(evaluate)),
-        mock.patch.object(Session, "save", unrecorded(save)),
+        mock.patch.object(Recorder, "evaluate", unrecorded(evaluate)),
+        mock.patch.object(Recorder, "save", unrecorded(save)),
     ):
         yield
 

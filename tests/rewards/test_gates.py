@@ -15,9 +15,9 @@ from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.scorers.seam import SeamReward
-from retouch.rewards.table import Gate, PendingScores, Place, RewardTable
+from retouch.rewards.table import Gate, Place, RewardTable
 from retouch.rewards.views import View, at_least, viewed
-from retouch.types import Failure, Outcome, Score
+from retouch.types import Failure, Outcome, Score, Scores
 from tests.rewards.fakes import Brightness, Gated, Scripted, half_mask, item, items, picture
 
 from .test_compose import Table, constant, scored, table
@@ -109,7 +109,7 @@ class AtTheLastMoment(Future[dict[str, list[Outcome]]]):
 
 def test_a_score_that_comes_at_the_last_moment_is_one() -> None:
     place = Place(("process",), View(), "logged")
-    pending = PendingScores({place: AtTheLastMoment()}, {"slow": place}, {"slow": 0.0}, {}, 1)
+    pending = Scores({}, {"slow": 0.0}, items(1), parts={place: AtTheLastMoment()}, places={"slow": place})
     assert pending.result(0.0).values("slow") == [0.25]
 
 

@@ -6,8 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from retouch.rewards.table import RewardTable, of_all
 from retouch.training import scoring as scorer
 from retouch.training.scoring import (
     FailureRateExceeded,
-    PendingBatch,
     RewardOutage,
     Tally,
     items_of,
@@ -57,12 +55,8 @@ def table(*urls: str, **changes: float) -> Iterator[RewardTable]:
         made.close()
 
 
-def pend(made: RewardTable, batch: Sequence[RewardItem]) -> PendingBatch:
-    return PendingBatch(batch, made.submit(batch))
-
-
 def settled(made: RewardTable, *batches: Sequence[RewardItem], **changes: float) -> list[Scores]:
-    return settle(made, [pend(made, batch) for batch in batches], limits(**changes))
+    return settle(made, [made.submit(batch) for batch in batches], limits(**changes))
 
 
 def by_prompt(asked: Asked) -> list[int]:
@@ -141,8 +135,8 @@ def test_a_server_that_comes_back_is_used() -> None:
 def test_a_server_that_starts_late_is_used() -> None:
     port = free_port()
     with table(f"http://127.0.0.1:{port}") as made:
-        pending = pend(made, items(2))
-        assert len(pending.scores.result().failures()) == 2  # the outage began
+        pending = made.submit(items(2))
+        assert len(pending.result().failures()) == 2  # the outage began
         with FakeServer(honest, port=port):
             (scores,) = settle(made, [pending], limits())
     assert scores.values("r") == [0.0, 1.0]
@@ -173,7 +167,7 @@ def test_a_request_to_stop_ends_the_wait_after_one_more_attempt(comes_back: bool
         return failing({0: True})(asked, number) if comes_back else Answer(b"", 503)
 
     with FakeServer(script) as server, table(server.url, timeout_s=60 if comes_back else 2) as made:
-        pending = [pend(made, items(2))]
+        pending = [made.submit(items(2))]
         if comes_back:
             (scores,) = settle(made, pending, limits(), stop_heard=lambda: True)
             assert scores.values("r") == [0.0, 1.0]
@@ -192,9 +186,9 @@ def test_more_failures_than_the_limit_stop_the_run(limit: float, stops: bool) ->
     eight = items(8)
     script = failing({1: False, 3: False})
     with FakeServer(script) as server, table(server.url, timeout_s=30, batch_size=4) as made:
-        pending = [pend(made, eight[:4])]
-        pending[0].scores.result()  # the request that fails
-        pending.append(pend(made, eight[4:]))
+        pending = [made.submit(eight[:4])]
+        pending[0].result()  # the request that fails
+        pending.append(made.submit(eight[4:]))
         if stops:
             with pytest.raises(FailureRateExceeded, match=r"2 of 8 images have no reward.*scorer_error x 2 \(no\)"):
                 refuse_failures([tally_of(made, settle(made, pending, limits()))], limits(max_failure_rate=limit))
@@ -211,9 +205,8 @@ def test_one_dead_reward_of_many_stops_the_run() -> None:
         {"a": alive, "b": alive, "c": alive, "d": alive, "dead": dead}, dict.fromkeys("abcd", 1.0) | {"dead": 1.0}
     )
     made = RewardTable({}, limits())
-    pending = PendingBatch(items(4), cast("Any", SimpleNamespace(wait=lambda: None, result=lambda until: scores)))
     with pytest.raises(FailureRateExceeded, match=r"4 of 4 images have no reward.*scorer_error x 4 \(no\)"):
-        refuse_failures([tally_of(made, settle(made, [pending], limits()))], limits(max_failure_rate=0.2))
+        refuse_failures([tally_of(made, settle(made, [scores], limits()))], limits(max_failure_rate=0.2))
 
 
 def tally(asked: int, lost: int, before: tuple[int, int] = (0, 0)) -> Tally:

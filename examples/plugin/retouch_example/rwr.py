@@ -41,7 +41,7 @@ class RwrConfig(AdvantageConfig):
 
 def train(run: Run) -> None:
     """Warm up, then train to max_steps."""
-    from retouch.training.experience import experiences
+    from retouch.training.experience import Experience, collect
     from retouch.training.session import Session
     from retouch.training.supervised import warm_up
 
@@ -49,13 +49,11 @@ def train(run: Run) -> None:
     assert isinstance(algorithm, RwrConfig)
     with Session(run) as session:
         warm_up(session, algorithm)
-        for _ in session.epochs():
-            for experience in experiences(session, algorithm):
-                for step in session.steps(experience, experience.step_of):
-                    for attempt in step.attempts():
-                        with attempt:
-                            for rows in attempt.micro_batches():
-                                attempt.backward(*weighted_loss(session, algorithm, experience, step, rows))
+        for experience in session.epochs(Experience, collect, algorithm):
+            for step in session.steps(experience):
+                with step:
+                    for rows in step.forwards():
+                        step.backward(*weighted_loss(session, algorithm, experience, step, rows))
         session.finish()
 
 
@@ -77,5 +75,5 @@ def weighted_loss(
     )
     weight = experience.weight[rows].to(device)
     emphasis = (experience.advantages[rows].to(device) / algorithm.temperature).exp()
-    loss, values = denoising_loss(errors, weight * emphasis, step.total)
+    loss, values = denoising_loss(errors, weight * emphasis, step.normalizer)
     return loss, values, weight.sum()

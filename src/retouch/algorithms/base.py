@@ -6,19 +6,23 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from retouch.algorithms import ALGORITHMS
-from retouch.config.base import Count, Positive, Section, Unit
+from retouch.config.base import Count, Names, Positive, Section, Unit
 from retouch.config.reads import ReadIf, ReadIn, Reading
+from retouch.registry import PLUGINS, load_named
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from retouch.config.derived import Derived, Numbers
     from retouch.config.presets import Preset, PresetKeys
     from retouch.config.run import RunConfig
+    from retouch.core.advantages import RewardRows
     from retouch.core.rules import StepRule
     from retouch.data.base import ItemFiles
 
@@ -366,7 +370,7 @@ class RlConfig(Objective):
 class AdvantageConfig(RlConfig):
     """From rewards to advantages."""
 
-    FREE_IN_EPOCH: ClassVar[Set[str]] = {"baseline", "scale", "skip_zero_std_groups"}
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"baseline", "scale", "skip_zero_std_groups", "advantages"}
 
     RETIRED: ClassVar[Mapping[str, str]] = {"late_rewards": "wait"}
 
@@ -379,13 +383,29 @@ class AdvantageConfig(RlConfig):
     skip_zero_std_groups: Annotated[bool | None, Field(validate_default=True)] = None
     """Leave out groups with zero reward variance: with a group baseline or scale their advantages are 0. Null is true
     with a group baseline and false with a batch baseline."""
+    advantages: Annotated[str | None, Names("code", variables=(PLUGINS,))] = None
+    """Custom advantages, as "module:function": a function of the rewards of all processes (`RewardRows`) and of this
+    section that returns one number for each sample, which is then clipped. A module that is not installed is searched
+    for in the working directory. Null computes them from `combine`, `baseline` and `scale`."""
 
     @field_validator("skip_zero_std_groups")
     @classmethod
     def _follows_the_baseline(cls, value: bool | None, info: ValidationInfo) -> bool | None:
         return info.data.get("baseline") == "group" if value is None else value
 
+    def advantage_function(self) -> Callable[[RewardRows, AdvantageConfig], Tensor] | None:
+        """What `advantages` names; None for the advantages of this package.
+
+        Raises:
+            ConfigError: there is no such function.
+        """
+        return load_named("algorithm.advantages", self.advantages, "function") if self.advantages is not None else None
+
     def check(self, run: RunConfig, key: str = "") -> None:
+        if self.advantages is not None and not all(self.advantages.partition(":")):
+            raise ValueError(
+                f"algorithm.advantages: given {self.advantages!r}; expected a function; set it to 'module:function'"
+            )
         for name, value in (("baseline", self.baseline), ("scale", self.scale)):
             if value == "group" and run.rollout.group_size == 1:
                 raise ValueError(

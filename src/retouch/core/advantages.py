@@ -166,22 +166,22 @@ class RewardRows:
         values: [N, R] float64; anything where a reward failed.
         valid: [N, R] bool.
         weights: [R]; one of weight 0 is only logged.
-        position: [N] int64 of each sample's example in the dataset: the key of its group.
+        example_index: [N] int64 of each sample's example in the dataset: the key of its group.
         index: [N] int64 within the group.
         padding: [N] bool.
-        noise: [R] standard deviation of each reward on one image; none where None.
-        relative: [R] bool: rewards that train by their win rate in the group; none where None.
+        reward_std: [R] standard deviation of each reward on one image; none where None.
+        by_win_rate: [R] bool: rewards that train by their win rate in the group; none where None.
     """
 
     names: list[str]
     values: Tensor
     valid: Tensor
     weights: Tensor
-    position: Tensor
+    example_index: Tensor
     index: Tensor
     padding: Tensor
-    noise: Tensor | None = None
-    relative: Tensor | None = None
+    reward_std: Tensor | None = None
+    by_win_rate: Tensor | None = None
 
     @property
     def usable(self) -> Tensor:
@@ -194,37 +194,37 @@ class RewardRows:
         return self._weighted(self.values)
 
     def signals(self, combine: str) -> list[tuple[Tensor, Tensor, float]]:
-        """([N] signal, its weight, its noise) of each reward with a weight, or of their weighted sum if `combine` is
-        "sum" or only one reward has a weight. Advantages are computed from these.
+        """([N] signal, its weight, its std on one image) of each reward with a weight, or of their weighted sum if
+        `combine` is "sum" or only one reward has a weight. Advantages are computed from these.
 
         The signal is the value, or the win rate among the usable samples of the group, where differences within the
-        noise are ties. The noises of a sum are taken as independent.
+        std are ties. The errors of a sum are taken as independent.
         """
         count, usable = len(self.names), self.usable
-        noise = [0.0] * count if self.noise is None else [float(n) for n in self.noise]
-        relative = [False] * count if self.relative is None else [bool(r) for r in self.relative]
+        std = [0.0] * count if self.reward_std is None else [float(s) for s in self.reward_std]
+        by_win_rate = [False] * count if self.by_win_rate is None else [bool(r) for r in self.by_win_rate]
         columns = self.values.clone()
         for i in range(count):
-            if relative[i]:
-                columns[:, i] = win_rates(self.values[:, i], self.position, usable, noise[i])
-                noise[i] = 0.0
+            if by_win_rate[i]:
+                columns[:, i] = win_rates(self.values[:, i], self.example_index, usable, std[i])
+                std[i] = 0.0
         counted = [i for i in range(count) if float(self.weights[i])]
         if combine == "sum_then_normalize" or len(counted) == 1:
-            total = math.hypot(*(float(self.weights[i]) * noise[i] for i in counted))
+            total = math.hypot(*(float(self.weights[i]) * std[i] for i in counted))
             return [(self._weighted(columns), torch.ones((), dtype=torch.float64), total)]
-        return [(columns[:, i], self.weights[i], noise[i]) for i in counted]
+        return [(columns[:, i], self.weights[i], std[i]) for i in counted]
 
-    def flat(self, combine: str) -> Tensor:
+    def zero_variance_rows(self, combine: str) -> Tensor:
         """[N] bool: usable samples of groups with zero reward variance: each reward (or their sum, if that is what is
         normalized) is the same for all of the group, or differs by its noise."""
         usable, signals = self.usable, self.signals(combine)
-        return torch.stack([zero_std_rows(c, self.position, usable, noise=n) for c, _, n in signals]).all(0)
+        return torch.stack([zero_std_rows(c, self.example_index, usable, noise=n) for c, _, n in signals]).all(0)
 
     def advantages(self, combine: str, baseline: str, scale: str, clip: float) -> Tensor:
         """[N] of each reward, weighted, or of the weighted sum of the rewards."""
         usable, signals = self.usable, self.signals(combine)
         parts = [
-            group_advantages(column, self.position, usable, baseline, scale, clip=clip, noise=noise)  # type: ignore[arg-type]
+            group_advantages(column, self.example_index, usable, baseline, scale, clip=clip, noise=noise)  # type: ignore[arg-type]
             for column, _, noise in signals
         ]
         weights = torch.stack([weight for _, weight, _ in signals])
@@ -247,10 +247,10 @@ class RewardRows:
         combined = self.combined[usable]
         found["combined_score"] = float(combined.mean())
         found["combined_std"] = float(combined.std(unbiased=False))
-        compared = comparable_rows(self.position, usable)
+        compared = comparable_rows(self.example_index, usable)
         if bool(compared.any()):  # a group of one image has no std
-            flat = group_count(self.position[compared & self.flat(combine)])
-            found["zero_std_groups"] = flat / group_count(self.position[compared])
+            flat = group_count(self.example_index[compared & self.zero_variance_rows(combine)])
+            found["zero_std_groups"] = flat / group_count(self.example_index[compared])
         return found
 
     def _weighted(self, columns: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,64 +98,6 @@ class Place:
     devices: Devices = ()
 
 
-@dataclass(frozen=True)
-class PendingScores:
-    """Scores being computed."""
-
-    parts: Mapping[Place, Future[dict[str, list[Outcome]]]]
-    names: Mapping[str, Place]
-    weights: Mapping[str, float]
-    gates: Mapping[str, Gate]
-    count: int
-
-    @property
-    def counted(self) -> list[Future[dict[str, list[Outcome]]]]:
-        """Those that count."""
-        return [future for place, future in self.parts.items() if place.kind == "counts"]
-
-    def wait(self) -> None:
-        """Wait for those that count."""
-        for future in self.counted:
-            future.result()
-
-    def result(self, until: float | None = None) -> Scores:
-        """Wait for all of them and apply the gates.
-
-        Args:
-            until: a moment of `time.monotonic`: rewards that are only logged and are not in by then are failures. None
-                waits for them too.
-        """
-        self.wait()
-        finished = {
-            place: future.result() if place.kind == "counts" else self._aside(place, future, until)
-            for place, future in self.parts.items()
-        }
-        columns = {name: finished[place][name] for name, place in self.names.items()}
-        return Scores(gated(columns, self.gates), dict(self.weights))
-
-    def _aside(
-        self, place: Place, future: Future[dict[str, list[Outcome]]], until: float | None
-    ) -> dict[str, list[Outcome]]:
-        try:
-            return future.result(None if until is None else max(0.0, until - time.monotonic()))
-        except TimeoutError:
-            if future.done():  # just in time, or the scorer itself raised TimeoutError
-                return future.result()
-            future.cancel()
-            late = Failure("deadline", "not in reward_client.logged_wait_s after the rewards that count", True)
-            return {name: [late] * self.count for name, p in self.names.items() if p == place}
-
-
-def gated(columns: Mapping[str, list[Outcome]], gates: Mapping[str, Gate]) -> dict[str, list[Outcome]]:
-    """Outcomes by reward with every gate applied; the value of a gate is not gated."""
-    return {
-        name: [gates[name].apply(*pair) for pair in zip(column, columns[gates[name].reward], strict=True)]
-        if name in gates
-        else column
-        for name, column in columns.items()
-    }
-
-
 class RewardTable:
     """Every reward of a run behind one `submit`."""
 
@@ -211,7 +153,7 @@ class RewardTable:
             members = [name for name, p in self._places.items() if p == place]
             self._backends[place] = self._connect(place, members)
 
-    def settle(self) -> None:
+    def wait_loaded(self) -> None:
         """Wait until the scorers of this process have loaded or failed: loading changes what the whole process shares
         (`process_wide`), and no other model may be built, nor a tensor of a run be made, meanwhile."""
         for backend in self._backends.values():
@@ -310,10 +252,11 @@ class RewardTable:
             raise KeyError(name)
         return backend.scorers[name], place.view, backend.device
 
-    def submit(self, items: Sequence[RewardItem], *, training: bool = True) -> PendingScores:
-        """Start scoring a batch.
+    def submit(self, items: Sequence[RewardItem], *, broken: Collection[int] = (), training: bool = True) -> Scores:
+        """Start scoring a batch -> its scores, pending.
 
         Args:
+            broken: indices of items with NaN or Inf, which no scorer receives.
             training: False adds the gold rewards and leaves out those that compare samples of a group.
         """
         places = {
@@ -321,13 +264,13 @@ class RewardTable:
             for name, place in self._places.items()
             if (place.kind != "gold" if training else name in self.evaluated)
         }
-        views = {View(): list(items)}
+        views = {View(): [item for i, item in enumerate(items) if i not in broken]}
         for view in {place.view for place in places.values()} - {View()}:
-            views[view] = [viewed(item, view) for item in items]
-        futures = {place: self._backends[place].submit(views[place.view]) for place in dict.fromkeys(places.values())}
+            views[view] = [viewed(item, view) for item in views[View()]]
+        parts = {place: self._backends[place].submit(views[place.view]) for place in dict.fromkeys(places.values())}
         weights = {name: self.weights[name] for name in places}
         gates = {name: gate for name, gate in self.gates.items() if name in places}
-        return PendingScores(futures, places, weights, gates, len(items))
+        return Scores({}, weights, items, broken, parts, places, gates)
 
     def revisions(self) -> dict[str, str]:
         """Reward -> revision of its scorer, once all are ready; of several servers that differ, all revisions."""

@@ -124,9 +124,9 @@ class EncodedData:
             return torch.cat(rows).to(device)
 
     def _rows(self, positions: Sequence[int], uncaptioned: Sequence[bool] | None) -> list[Condition]:
-        keys = zip(positions, uncaptioned or [False] * len(positions), strict=True)
+        keys = list(zip(positions, uncaptioned or [False] * len(positions), strict=True))
         with self.model.encoding():
-            return [self._conditions.get(key, partial(self._encode, *key)) for key in keys]
+            return self._conditions.get_all(keys, lambda missing: (self._encode(*keys[i]) for i in missing))
 
     def _read(self, position: int) -> Example:
         ahead = self._ahead.pop(position, None)

@@ -356,7 +356,7 @@ def measure(family: str, folder: Path, words: int = 192, num_steps: int = 8) -> 
     rewards = RewardTable({"ocr": OcrReward(detect=False)}, RewardClientConfig())
     rewards.start()
     try:
-        rewards.settle()
+        rewards.wait_loaded()
         guidance = SCHEDULES[family].guidance_scale
         result = evaluate(model, model.network, examples, 1, num_steps, guidance, 64, rewards, Stopwatch())
     finally:

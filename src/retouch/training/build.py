@@ -13,6 +13,7 @@ from retouch.adapters.formats import describe_unused
 from retouch.adapters.initial_lora import require_initial_lora
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
+from retouch.algorithms.base import AdvantageConfig
 from retouch.config import Derived, RunConfig, derive
 from retouch.config.needs import needed_pictures
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
@@ -116,6 +117,8 @@ def build(config: RunConfig) -> Run:
         require_one_batch(config, name, given)
     require_texts_of(config, {name: given.items for name, given in loaded.items()})
     config.algorithm.check_items(data.items)
+    if isinstance(config.algorithm, AdvantageConfig):
+        config.algorithm.advantage_function()  # refused before minutes go into the model
     require_targets(config, warmup)
     require_groups(config, derived, data)
     apart = require_held_out(config, held_out, data, warmup)

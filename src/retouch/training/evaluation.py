@@ -54,15 +54,13 @@ from retouch.rollout.sampler import (
     to_uint8,
 )
 from retouch.training.scoring import (
-    PendingBatch,
     RewardOutage,
     items_of,
     raise_together,
     settle,
-    submitted,
     without_strip,
 )
-from retouch.types import DiffusionModel, Example, Outcome, Score
+from retouch.types import DiffusionModel, Example, Outcome, Score, Scores
 
 if TYPE_CHECKING:
     from retouch.config import RunConfig
@@ -175,7 +173,7 @@ def draw_and_score(
     """
     plan_of: dict[tuple[int, int], Any] = {}
     raw: list[np.ndarray[Any, Any]] = []
-    pending: list[PendingBatch] = []
+    pending: list[Scores] = []
     real = len(work) - padding
     chunks = ((start, work[start : start + batch_size]) for start in range(0, len(work), batch_size))
     batches = (((start, chunk), [example for example, _ in chunk]) for start, chunk in chunks)
@@ -195,7 +193,7 @@ def draw_and_score(
         raw += list(images.numpy())
         items = items_of(batch[:kept], images, [e.id for e in batch[:kept]])
         if rewards.evaluated:
-            pending.append(submitted(rewards, items, broken_rows(decoded), training=False))
+            pending.append(rewards.submit(items, broken=broken_rows(decoded), training=False))
     with clock.part("reward_wait"):
         scores = settle(rewards, pending, rewards.client, training=False)
     return Scored(raw, {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.evaluated})

@@ -1,4 +1,19 @@
-"""An epoch of rollouts with their advantages: rows dealt evenly to the processes and kept until they are trained on.
+"""The way of an image to its gradient: from the choice of an epoch's examples to the rows that are trained on.
+
+Read from top to bottom. `collect` is all of it for GRPO, PPO and NFT; DPO and reward gradients take the samples and
+their rewards from `rewarded_samples`.
+
+    choose      `first_examples_of_epoch`, and `further_examples` for groups without a signal
+    sample      `sample_groups`, `roll_out`: K images of each example
+    submit      in `roll_out`: rewards are computed while the next batch is sampled
+    settle      `await_rewards`, `settle_together`: until all are in, on all processes
+    gather      `gathered`: the rewards of all processes, unless too many failed
+    advantages  `advantages_of`
+    balance     `dealing.evenly_dealt`: as many rows on every process
+
+Containers: `Scores` (outcomes of a batch by reward, pending or not), `RewardRows` (tensors of all processes), and
+`Experience` (what was recorded of this process's samples; in the end, the rows that it trains on). A row counts in the
+loss, or it does not: its weight is 1 or 0. It is 0 for padding and for samples without a usable reward.
 
 Legend: n samples of this process, N of all processes in rank order, S trained steps (0 if only clean images are trained
 on).
@@ -6,20 +21,53 @@ on).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
-from retouch.algorithms.base import AdvantageConfig
+from retouch.algorithms.base import AdvantageConfig, RlConfig
+from retouch.core.advantages import RewardRows, comparable_rows, group_count
+from retouch.data.sampler import (
+    Slot,
+    curriculum_examples,
+    curriculum_pool,
+    derive_seed,
+    other_examples,
+    rank_slots,
+)
 from retouch.engine import Engine
-from retouch.training.pixel_gradients import pulls
-from retouch.training.progress import Rows
-from retouch.training.rollouts import Rollouts, advantaged_groups
+from retouch.errors import ConfigError, code_place
+from retouch.observe.grids import grid
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.table import RewardTable
+from retouch.rollout.sampler import broken_rows, objective_region, sample, to_uint8
+from retouch.training.build import Run
+from retouch.training.dealing import evenly_dealt
+from retouch.training.pixel_gradients import scaled_reward_gradients
+from retouch.training.scoring import (
+    RewardOutage,
+    Tally,
+    arrived,
+    items_of,
+    judge_details,
+    judge_statistics,
+    raise_together,
+    refuse_failures,
+    settle,
+    tally_of,
+    values_of,
+    without_strip,
+)
 from retouch.training.session import Session
-from retouch.training.step import shared_batches
+from retouch.types import Scores, Trajectory
+
+LOOK_S = 1.0
+"""Seconds between two looks at requests to stop, while rewards are computed."""
 
 
 @dataclass
@@ -36,7 +84,7 @@ class Experience:
         weight: [n]: 1, or 0 for padding and rows without a usable reward.
         means: [n, S, C, H, W] as recorded while sampling; [0] if not requested.
         reference_means: [n, S, C, H, W] of the reference policy; [0] without a KL.
-        gradient: [n, C, H, W] of `pulls`; [0] without a reward of `gradient_weight`.
+        gradient: [n, C, H, W] of `scaled_reward_gradients`; [0] without a reward of `gradient_weight`.
         step_of: [n] optimizer step of the epoch, from 0, that trains on the row; [0] if each process shuffles its own
             rows and deals them to the steps evenly.
     """
@@ -54,7 +102,7 @@ class Experience:
     step_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32))
 
     @property
-    def steps(self) -> int:
+    def trained_steps(self) -> int:
         """S."""
         return self.log_probs.shape[1]
 
@@ -71,8 +119,13 @@ class Experience:
         return x, x_next, step.flatten()
 
 
-def experiences(session: Session, algorithm: AdvantageConfig, policy: str | None = None) -> Iterator[Experience]:
-    """The rows of the epoch under way, once: those that a checkpoint inside it kept, or else sampled and scored now.
+Samples = tuple[list[Slot], Experience, list[Scores]]
+"""The samples of this process: slots [n], what was recorded of them, and their scores by batch. Only slots that are not
+padding are scored."""
+
+
+def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = None) -> Experience:
+    """Sample an epoch, score it, turn rewards into advantages, balance the rows.
 
     Args:
         policy: snapshot that samples; None is the current policy.
@@ -81,120 +134,322 @@ def experiences(session: Session, algorithm: AdvantageConfig, policy: str | None
         RewardOutage, FailureRateExceeded: nothing of the epoch was trained on.
         Stopped: asked to stop between batches, or while rewards are computed.
     """
-    yield session.kept(Experience) or collect(session, algorithm, policy)
+    experience, scores, rewards = rewarded_samples(session, algorithm, policy)
+    advantages, weight = advantages_of(algorithm, rewards)
+    own = own_rows(session.run.engine, rewards)
+    experience.advantages, experience.weight = advantages[own], weight[own]
+    if any(entry.gradient_weight for entry in session.config.rewards.values()):
+        rows = (experience.position, experience.latents[:, -1], experience.weight)
+        experience.gradient = scaled_reward_gradients(
+            session, algorithm, items_by_row(rewards.padding[own], scores), *rows
+        )
+    return evenly_dealt(session.run.engine, experience, weight, session.shared_steps)
 
 
-def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = None) -> Experience:
-    """Sample an epoch, score it, turn rewards into advantages.
+def rewarded_samples(
+    session: Session, algorithm: RlConfig, policy: str | None
+) -> tuple[Experience, list[Scores], RewardRows]:
+    """An epoch's samples of this process, their scores by batch, and the rewards of all processes.
+
+    Groups without a signal are followed by new ones, for up to `resample_rounds` rounds (DAPO, arXiv 2503.14476).
+
+    Args:
+        policy: snapshot that samples; None is the current policy.
 
     Raises:
-        RewardOutage, FailureRateExceeded: nothing of the epoch was trained on.
+        RewardOutage, FailureRateExceeded: on every process.
         Stopped: asked to stop between batches, or while rewards are computed.
     """
-    rollouts, advantages, weight = advantaged_groups(session, algorithm, policy)
-    engine = session.run.engine
-    own_weight = weight.tensor_split(engine.world_size)[engine.rank]
-    rows = replace(recorded(rollouts), advantages=advantages, weight=own_weight)
-    if any(entry.gradient_weight for entry in session.config.rewards.values()):
-        sampled = sum(not slot.padding for slot in rollouts.slots)
-        own = (rollouts.items, rows.position, rows.latents[:, -1], rows.weight)
-        rows.gradient = pulls(session, algorithm, *own, sampled)
-    return evenly_dealt(engine, rows, weight, session.shared_steps)
+    session.recorder.probe_rewards()
+    chosen = first_examples_of_epoch(session)
+    slots, experience, scores = sample_and_score(session, algorithm, chosen, policy)
+    tally, rewards = gathered_or_refused(session.run, slots, scores)
+    for round_number in range(algorithm.resample_rounds):
+        if not (further := further_examples(session, algorithm, rewards, chosen, round_number)):
+            break
+        chosen += further
+        new_slots, new_experience, new_scores = sample_and_score(session, algorithm, further, policy)
+        slots, scores = slots + new_slots, scores + new_scores
+        experience = joined([experience, new_experience])
+        tally, rewards = gathered_or_refused(session.run, slots, scores)
+    log_rollouts(session, algorithm, scores, rewards, tally)
+    return experience, scores, rewards
 
 
-def recorded(rollouts: Rollouts) -> Experience:
-    """This process's samples, all of weight 0."""
-    paths = rollouts.trajectories
-    means = [t.means for t in paths if t.means is not None]
-    zeros = torch.zeros(len(rollouts.slots), dtype=torch.float32)
+# --- choose ---
+
+
+def first_examples_of_epoch(session: Session) -> list[int]:
+    """Positions in the dataset of the examples that an epoch begins with."""
+    run, epoch = session.run, session.progress.epoch
+    wanted, stages = run.derived.global_groups_per_epoch, run.data.stages
+    return curriculum_examples(run.data.difficulties, wanted, run.config.seed, epoch, run.derived.epochs, stages)
+
+
+def further_examples(
+    session: Session, algorithm: RlConfig, rewards: RewardRows, chosen: Sequence[int], round_number: int
+) -> list[int]:
+    """As many other examples as there are groups without a signal (zero reward variance, or fewer than two rewards that
+    did not fail), or those that are left; the same on every process."""
+    run, epoch = session.run, session.progress.epoch
+    signal = comparable_rows(rewards.example_index, rewards.usable) & ~rewards.zero_variance_rows(algorithm.combine)
+    missing = run.derived.global_groups_per_epoch - group_count(rewards.example_index[signal])
+    if missing <= 0:
+        return []
+    pool = curriculum_pool(run.data.difficulties, epoch, run.derived.epochs, run.data.stages)
+    taken = set(range(len(run.data))).difference(pool).union(chosen)  # of a curriculum, also what is too hard yet
+    return other_examples(len(run.data), taken, missing, run.config.seed, epoch, round_number)
+
+
+# --- sample, submit ---
+
+
+def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[int], policy: str | None) -> Samples:
+    """Samples of the examples, all of whose scores are in.
+
+    Raises:
+        RewardOutage: on every process.
+        Stopped: asked to stop between batches, or while rewards are computed.
+    """
+    slots, experience, pending = sample_groups(session, algorithm, examples, policy)
+    await_rewards(session, pending)
+    return slots, experience, settle_together(session, pending)
+
+
+def sample_groups(session: Session, algorithm: RlConfig, examples: Sequence[int], policy: str | None) -> Samples:
+    """K samples of each example, this process's share of them, submitted for scoring.
+
+    Args:
+        examples: positions in the dataset, a whole number of rollout batches or less.
+
+    Raises:
+        Stopped: asked to stop between batches.
+    """
+    run, rollout = session.run, session.run.config.rollout
+    groups, engine = rollout.global_groups_per_batch, run.engine
+    share = rollout.group_size, engine.rank, engine.world_size, run.rewards.compares_groups
+    batches = [rank_slots(list(examples[i : i + groups]), *share) for i in range(0, len(examples), groups)]
+    slots = [slot for batch in batches for slot in batch]
+    # all encoding before any scoring, which may run on the same CPU
+    run.encoded.conditions(sorted({slot.example for slot in slots}), run.engine.device)
+    recorded: list[Experience] = []
+    pending: list[Scores] = []
+    for number, batch in enumerate(batches, session.progress.epoch * rollout.batches_per_epoch):
+        for start in range(0, len(batch), rollout.batch_size_per_device):
+            session.check_stop()
+            with run.policy.use(policy) if policy else nullcontext():
+                forward = batch[start : start + rollout.batch_size_per_device]
+                experience, scores = roll_out(session, algorithm, forward, number)
+            recorded.append(experience)
+            pending.append(scores)
+    return slots, joined(recorded), pending
+
+
+def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], number: int) -> tuple[Experience, Scores]:
+    """Sample slots of rollout batch `number` and submit their images -> (what was recorded, the pending scores)."""
+    run, config, device = session.run, session.run.config, session.run.engine.device
+    epoch = session.progress.epoch
+    examples = run.encoded.examples([s.example for s in slots])
+    condition = run.encoded.conditions([s.example for s in slots], device)
+    plan = run.plans.plan(run.model.schedule(config.rollout.num_steps, condition.size), number)
+    seeds = [derive_seed(config.seed, "rollout", e.id, epoch, s.index) for e, s in zip(examples, slots, strict=True)]
+    shared = [derive_seed(config.seed, "noise", e.id, epoch) for e in examples] if config.rollout.shared_noise else None
+    region = objective_region(algorithm, condition, run.model.spec.downsampling)
+    mode, means = run.plans.log_prob_mode, run.plans.records_means
+    with run.clock.part("rollout"):
+        trajectory = sample(run.model, run.network, plan, condition, seeds, shared, region, mode, keep_means=means)
+    with run.clock.part("vae"):
+        decoded = run.model.decode(trajectory.final)
+        images = without_strip(to_uint8(decoded), examples)
+        broken = broken_rows(decoded, trajectory.log_probs.to(decoded.device))
+    run.costs.images += len(slots)
+    scored = len(slots) - sum(slot.padding for slot in slots)  # padding is last
+    items = items_of(examples, images, [e.id for e in examples])[:scored]
+    scores = run.rewards.submit(items, broken=[row for row in broken if row < scored])
+    return recorded_rows(slots, seeds, on_the_cpu(trajectory, broken)), scores
+
+
+def on_the_cpu(trajectory: Trajectory, broken: Sequence[int]) -> Trajectory:
+    """A trajectory until its epoch is trained on: on the CPU, where everything reads it, and zeros in place of rows
+    with NaN and Inf: they have weight 0, but NaN times 0 is NaN in a backward."""
+    tensors = {name: t.cpu() for name, t in vars(trajectory).items() if isinstance(t, Tensor) and name != "times"}
+    if broken:
+        tensors = {name: t.clone() for name, t in tensors.items()}
+        for tensor in tensors.values():
+            tensor[list(broken)] = 0.0
+    return replace(trajectory, **tensors)
+
+
+def recorded_rows(slots: Sequence[Slot], seeds: Sequence[int], trajectory: Trajectory) -> Experience:
+    """What was recorded of some samples; without advantages yet, all of weight 0."""
+    zeros, nothing = torch.zeros(len(slots), dtype=torch.float32), torch.zeros(0, dtype=torch.float32)
     return Experience(
-        position=torch.tensor([slot.example for slot in rollouts.slots], dtype=torch.int64),
-        seed=torch.tensor(rollouts.seeds, dtype=torch.int64),
-        first_step=torch.tensor([t.first_step for t in paths for _ in t.latents], dtype=torch.int64),
-        latents=torch.cat([t.latents for t in paths]),
-        log_probs=torch.cat([t.log_probs for t in paths]),
+        position=torch.tensor([slot.example for slot in slots], dtype=torch.int64),
+        seed=torch.tensor(seeds, dtype=torch.int64),
+        first_step=torch.full((len(slots),), trajectory.first_step, dtype=torch.int64),
+        latents=trajectory.latents,
+        log_probs=trajectory.log_probs,
         advantages=zeros,
         weight=zeros,
-        means=torch.cat(means) if means else torch.zeros(0, dtype=torch.float32),
-        reference_means=torch.zeros(0, dtype=torch.float32),
+        means=nothing if trajectory.means is None else trajectory.means,
+        reference_means=nothing,
     )
 
 
-# --- dealing ---
+def joined(parts: Sequence[Experience]) -> Experience:
+    """The rows of all parts, in order."""
+    return Experience(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Experience)))
 
 
-def evenly_dealt(engine: Engine, experience: Rows, weight: Tensor, steps: int = 1) -> Rows:
-    """The rows worth a forward, the same number on every process; what is missing is filled up with weight 0.
+# --- settle ---
 
-    Groups are left out and resampled on whatever process they were: without dealing, the process with the most rows
-    left would set the number of forwards of all.
+
+def await_rewards(session: Session, pending: Sequence[Scores]) -> None:
+    """Until the rewards of all processes are in, looking for requests to stop: a judge may take minutes.
+
+    Raises:
+        Stopped: asked to stop.
+    """
+    while True:
+        with session.run.clock.part("reward_wait"):
+            late = session.run.engine.any(not arrived(pending, LOOK_S))
+        if not late:
+            return
+        session.check_stop()
+
+
+def settle_together(session: Session, pending: Sequence[Scores]) -> list[Scores]:
+    """The scores of batches of this process.
+
+    Raises:
+        RewardOutage: on every process.
+    """
+    run, scores, outage = session.run, list[Scores](), None
+    with run.clock.part("reward_wait"):
+        try:
+            scores = settle(run.rewards, pending, run.config.reward_client, stop_heard=lambda: session.stops.heard)
+        except RewardOutage as error:
+            outage = error
+    raise_together(outage, run.engine.any)
+    return scores
+
+
+# --- gather ---
+
+
+def gathered_or_refused(run: Run, slots: Sequence[Slot], scores: Sequence[Scores]) -> tuple[Tally, RewardRows]:
+    """The tally of this process's samples so far, and the rewards of all processes.
+
+    Raises:
+        FailureRateExceeded: too many of all processes failed; on every process.
+    """
+    tally = tally_of(run.rewards, scores)
+    refuse_failures(run.engine.gather_list([tally]), run.config.reward_client)
+    return tally, gathered(run.engine, run.rewards, slots, scores)
+
+
+def gathered(engine: Engine, table: RewardTable, slots: Sequence[Slot], scores: Sequence[Scores]) -> RewardRows:
+    """Rewards of the samples of all processes, of which each has as many; the same on every process.
 
     Args:
-        experience: n rows of this process.
-        weight: [N] of all processes' rows.
-        steps: optimizer steps to which `shared_batches` deals the rows, each with the same number on every process; 1
-            leaves them to the session.
+        scores: of the slots that are not padding.
     """
-    n, live = len(experience.weight), weight > 0
-    members = [live]
-    if steps > 1:
-        members = _members(engine.gather(experience.seed).cpu(), live, steps)
-    hands = [deal(member.tolist(), engine.world_size) for member in members]
-    most = [max(map(len, each)) for each in hands]
-    mine = [row for each, size in zip(hands, most, strict=True) for row in _filled(each[engine.rank], size)]
-    moved = [row for each in hands for rank, hand in enumerate(each) for row in hand if row // n != rank]
-    place = {row: row - engine.rank * n for row in mine if row is not None and row // n == engine.rank}
-    place |= {row: n + number for number, row in enumerate(moved) if row // n != engine.rank}
-    index = torch.tensor([0 if row is None else place[row] for row in mine], dtype=torch.int64)
-
-    def dealt(t: Tensor) -> Tensor:
-        return (torch.cat([t, rows_of_all(engine, t, moved)]) if moved else t)[index]
-
-    result = type(experience)(**{name: dealt(t) if len(t) else t for name, t in vars(experience).items()})
-    result.weight[torch.tensor([row is None for row in mine], dtype=torch.bool)] = 0
-    if steps > 1:
-        sizes = torch.tensor(most, dtype=torch.int64)
-        result.step_of = torch.arange(steps, dtype=torch.int64).repeat_interleave(sizes)
-    return result
+    index, example_index = (
+        torch.tensor(column, dtype=torch.int64) for column in ([s.index for s in slots], [s.example for s in slots])
+    )
+    padding = torch.tensor([s.padding for s in slots], dtype=torch.bool)
+    scored = (~padding).nonzero().flatten()
+    values, valid = (
+        t.new_zeros(len(slots), t.shape[1]).index_copy(0, scored, t) for t in values_of(table.trained, scores)
+    )
+    values, valid, example_index, index, padding = (
+        engine.gather(t).cpu() for t in (values, valid, example_index, index, padding)
+    )
+    entries = [table.entries[name] for name in table.trained]
+    weights = torch.tensor([table.weights[name] for name in table.trained], dtype=torch.float64)
+    std = torch.tensor([entry.min_group_std for entry in entries], dtype=torch.float64)
+    by_win_rate = torch.tensor([entry.transform == "win_rate" for entry in entries], dtype=torch.bool)
+    return RewardRows(table.trained, values, valid, weights, example_index, index, padding, std, by_win_rate)
 
 
-def _members(seeds: Tensor, live: Tensor, steps: int) -> list[Tensor]:
-    """Which of N rows each step trains on."""
-    rows, members = live.nonzero().flatten(), [torch.zeros_like(live) for _ in range(steps)]
-    for member, batch in zip(members, shared_batches(seeds[rows], steps), strict=True):
-        member[rows[batch]] = True
-    return members
+def own_rows(engine: Engine, rewards: RewardRows) -> slice:
+    """The rows of this process among those of all, of which each has as many."""
+    n = len(rewards.padding) // engine.world_size
+    return slice(engine.rank * n, (engine.rank + 1) * n)
 
 
-def _filled(rows: Sequence[int], size: int) -> list[int | None]:
-    """`size` rows, None for those that are missing."""
-    return [*rows, *[None] * (size - len(rows))]
+def items_by_row(padding: Tensor, scores: Sequence[Scores]) -> list[RewardItem | None]:
+    """The scorers' input for each row of this process; None for padding."""
+    items = iter([item for batch in scores for item in batch.items])
+    return [None if is_padding else next(items) for is_padding in padding.tolist()]
 
 
-def deal(live: Sequence[bool], world_size: int) -> list[list[int]]:
-    """Which of N rows in rank order are live -> the rows that each rank gets: its own up to an even share, rounded up;
-    those beyond it go to ranks with fewer. No other row moves."""
-    n, share = len(live) // world_size, -(-sum(live) // world_size)
-    own = [[row for row in range(rank * n, (rank + 1) * n) if live[row]] for rank in range(world_size)]
-    spare = [row for rows in own for row in rows[share:]]
-    hands: list[list[int]] = []
-    for rows in own:
-        room = max(0, share - len(rows))
-        hands.append(rows[:share] + spare[:room])
-        spare = spare[room:]
-    return hands
+# --- advantages ---
 
 
-def rows_of_all(engine: Engine, values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some of all ranks' rows [M, ...] on the CPU, the same on every rank; only these are communicated.
+def advantages_of(algorithm: AdvantageConfig, rewards: RewardRows) -> tuple[Tensor, Tensor]:
+    """(Advantages [N], weights [N]: 1 for rows that are trained on, else 0)."""
+    weight = comparable_rows(rewards.example_index, rewards.usable, algorithm.baseline)
+    if algorithm.skip_zero_std_groups and algorithm.baseline == "group":
+        weight = weight & ~rewards.zero_variance_rows(algorithm.combine)
+    if algorithm.advantages is not None:
+        return custom_advantages(algorithm, rewards, weight).float(), weight.float()
+    how = (algorithm.combine, algorithm.baseline, algorithm.scale, algorithm.advantage_clip)
+    return rewards.advantages(*how).float(), weight.float()
+
+
+def custom_advantages(algorithm: AdvantageConfig, rewards: RewardRows, counts: Tensor) -> Tensor:
+    """Advantages [N] of the function that `algorithm.advantages` names, clipped; 0 for rows that do not count.
 
     Args:
-        values: [n, ...] of this rank; n is the same on every rank.
-        rows: M indices in rank order.
+        counts: [N] bool: rows that are trained on.
+
+    Raises:
+        ConfigError: it failed, or did not return a finite number for each row that counts.
     """
-    start = engine.rank * len(values)
-    found = torch.zeros(len(rows), *values.shape[1:], dtype=values.dtype)
-    for place, row in enumerate(rows):
-        if start <= row < start + len(values):
-            found[place] = values[row - start]
-    return engine.sum(found).cpu() if rows else found  # every other rank has zeros there
+    function, given = algorithm.advantage_function(), f"algorithm.advantages: given {algorithm.advantages!r}, which"
+    assert function is not None
+    try:
+        values: object = function(rewards, algorithm)
+    except Exception as error:
+        place = code_place(error)
+        raise ConfigError(f"{given} raised {type(error).__name__}: {error}{place}; correct the function") from error
+    expected = f"expected a tensor [{len(counts)}] of finite numbers, one for each sample of `rewards`"
+    if not isinstance(values, Tensor) or values.shape != counts.shape:
+        what = f"a tensor {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise ConfigError(f"{given} returned {what}; {expected}")
+    values = torch.where(counts, values.detach().cpu().double(), 0.0)
+    if not bool(values.isfinite().all()):
+        raise ConfigError(f"{given} returned NaN or Inf; {expected}")
+    return values.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
+
+
+# --- what is logged ---
+
+
+def log_rollouts(
+    session: Session, algorithm: RlConfig, scores: Sequence[Scores], rewards: RewardRows, tally: Tally
+) -> None:
+    """Count and log an epoch, all of whose rewards are in, and every `rollout_images_every` epochs an image of the
+    groups. Inside an epoch they belong to the step before, or a run that is resumed after it would lose them."""
+    run, progress = session.run, session.progress
+    run.rewards.count(tally.asked, tally.lost)
+    judged = run.engine.sum(judge_details(rewards.names, scores)).cpu()
+    statistics = rewards.statistics(algorithm.combine) | judge_statistics(rewards.names, judged)
+    epoch, step = progress.epoch, progress.step + (progress.position == 0)
+    timings = run.rewards.statistics()  # differ from run to run
+    run.dir.log("rollout", step, {"epoch": epoch, **statistics}, timings or None)
+    every = run.config.logging.rollout_images_every
+    if every and epoch % every == 0:
+        run.dir.save_image(step, "rollouts", rollout_grid(scores, run.config.rollout.group_size))
+
+
+def rollout_grid(scores: Sequence[Scores], group_size: int, groups: int = 6) -> Image:
+    """The first groups of an epoch, one a row, each image with its combined score."""
+    cells = [
+        (item.image, "failed" if score is None else f"{score:.2f}")
+        for batch in scores
+        for item, score in zip(batch.items, batch.combined(), strict=True)
+    ]
+    rows = [cells[i : i + group_size] for i in range(0, len(cells), group_size)]
+    return grid(rows[:groups])

@@ -58,22 +58,21 @@ def latent_gradient(
     return gradient
 
 
-def pulls(
+def scaled_reward_gradients(
     session: Session,
     algorithm: RlConfig,
     items: Sequence[RewardItem | None],
     position: Tensor,
     x0: Tensor,
     weight: Tensor,
-    sampled: int,
 ) -> Tensor:
     """-d reward / d latents [n, C, h, w] fp32 of the rewards with a `gradient_weight`, divided by its root mean square
     and the number of elements of the region, times the sum of these weights. A sample whose
     gradient fails has 0, takes no part in the root mean square, and counts as a failure.
 
     Args:
-        items, position, x0, weight: of the samples of this process. No gradient is computed for samples of weight 0.
-        sampled: number of them that are not padding.
+        items: of the samples of this process; None for padding.
+        position, x0, weight: of the samples of this process. No gradient is computed for samples of weight 0.
 
     Raises:
         FailureRateExceeded: on every process.
@@ -93,7 +92,7 @@ def pulls(
                 has_gradient[i] = 0
             else:
                 result[i] = -found[0]
-    refuse_lost_gradients(session, sampled, failures)
+    refuse_lost_gradients(session, sum(item is not None for item in items), failures)
     rms, elements = region_rms(run, algorithm, position, result, has_gradient)
     return result * (sum(weights.values()) / divisor(rms, elements))
 

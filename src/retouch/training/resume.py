@@ -344,5 +344,8 @@ def _warn_of_changes(saved: str, current: str) -> None:
     keys = {line.strip().partition(":")[0] for line in before}
     unchanged = {f"{option}: {value}" for option, value in options.items() if option not in keys}
     for line in now:
+        key, _, value = line.strip().partition(": ")
+        if key not in keys and value == "null":  # an option of a later version, which is not used
+            continue
         if line not in before and not line.startswith("resume:") and line.strip() not in unchanged:
             logger.warning("changed since the checkpoint: %s", line.strip())

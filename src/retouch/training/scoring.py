@@ -1,9 +1,9 @@
-"""Rewards of samples: submitted while the next batch is sampled, settled when all are in, one pair (values, valid).
+"""What is scored: scorers' inputs for images, the wait for their rewards, and the limits on those that fail.
 
 A failed reward never becomes a number. Servers that went away are waited for; if they stay away, or too many rewards
 fail, the run stops, resumable, before anything was trained on the batch.
 
-Legend: n samples of this process, N of all processes in rank order, R rewards that are trained on.
+Legend: n samples of this process, R rewards.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from retouch.core.advantages import RewardRows
 from retouch.errors import ConfigError, FailureRateExceeded, RewardOutage
 from retouch.rewards.addresses import TOKEN_VARIABLE, start_servers
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.table import PendingScores, RewardTable
-from retouch.types import Example, Failure, Outcome, Scores
+from retouch.rewards.table import RewardTable
+from retouch.types import Example, Failure, Outcome, Score, Scores
 
 if TYPE_CHECKING:
-    from retouch.engine import Engine
     from retouch.rewards.client.config import RewardClientConfig
 
 logger = logging.getLogger(__name__)
@@ -39,53 +37,8 @@ STARTING_S = 60.0
 _PAUSE_S = 1.0
 _RUN_IMAGES = 200  # a failure rate over fewer images means little
 
-NOT_FINITE = Failure("bad_item", "the sample contains NaN or Inf")
 
-
-# --- submit and settle ---
-
-
-@dataclass(frozen=True)
-class PendingBatch:
-    """A batch whose rewards are being computed; the items stay, to be submitted again after an outage.
-
-    Attributes:
-        scores: of the items that are not broken.
-        broken: indices of items with NaN or Inf, all of whose rewards have failed. No scorer receives the image that
-            stands in for them: one that compares a group would count it as an opponent.
-        padding: number of samples after the items, which only keep processes in step and are not scored.
-    """
-
-    items: Sequence[RewardItem]
-    scores: PendingScores
-    broken: Sequence[int] = ()
-    padding: int = 0
-
-    @property
-    def sound(self) -> list[RewardItem]:
-        """The items that scorers receive."""
-        return [item for i, item in enumerate(self.items) if i not in self.broken]
-
-
-def submitted(
-    table: RewardTable,
-    items: Sequence[RewardItem],
-    broken: Sequence[int],
-    padding: int = 0,
-    *,
-    training: bool = True,
-) -> PendingBatch:
-    """Start scoring samples.
-
-    Args:
-        items: of all samples, those that are padding last.
-        broken: indices of items with NaN or Inf.
-        training: see `RewardTable.submit`.
-    """
-    real = items[: len(items) - padding]
-    sound = [item for i, item in enumerate(real) if i not in broken]
-    lost = [i for i in broken if i < len(real)]
-    return PendingBatch(real, table.submit(sound, training=training), lost, padding)
+# --- submit ---
 
 
 def without_strip(images: Tensor, examples: Sequence[Example]) -> Tensor:
@@ -113,53 +66,25 @@ def item_of(example: Example, image: Pixels, number: int, group: int) -> RewardI
     )
 
 
-def wait_for_rewards(table: RewardTable, client: RewardClientConfig) -> None:
-    """Wait until every reward can be scored. A server is missed for `STARTING_S` if others have its rewards: the client
-    finds it once it is ready.
-
-    Raises:
-        RewardOutage: a reward cannot be scored; with the command that starts the servers that are not part of the run.
-        ConfigError: torch's default dtype is not fp32 any more, in which libraries make tensors.
-    """
-    problems: list[str] = []
-    for patience_s in (STARTING_S, max(0.0, client.outage_wait_s - STARTING_S)):
-        problems = table.wait_ready(patience_s)
-        if not problems or table.has_a_server_each():
-            if problems:
-                logger.warning("the run starts without some servers of its rewards: %s", "; ".join(problems))
-                table.compare_servers()
-            _require_default_dtype()
-            return
-    started_elsewhere = [n for n, entry in table.entries.items() if entry.url not in (None, "auto") and entry.weight]
-    running = all(TOKEN_VARIABLE in problem for problem in problems)
-    remedy = [start_servers(started_elsewhere)] if started_elsewhere and not running else []
-    raise RewardOutage("rewards are not ready: " + "; ".join([*problems, *remedy]))
+# --- settle ---
 
 
-def _require_default_dtype() -> None:
-    if (dtype := torch.get_default_dtype()) != torch.float32:
-        raise ConfigError(
-            f"rewards: given {dtype} as torch's default dtype once all were ready; expected torch.float32, which "
-            "libraries rely on; remove torch.set_default_dtype from the plugins and scorers of the run"
-        )
-
-
-def arrived(batches: Sequence[PendingBatch], timeout_s: float) -> bool:
-    """Wait for the rewards that count, so long at most -> whether all of them are in."""
-    counted = [future for batch in batches for future in batch.scores.counted]
-    return not futures.wait(counted, timeout_s).not_done
+def arrived(batches: Sequence[Scores], timeout_s: float) -> bool:
+    """Wait for the rewards that train, so long at most -> whether all of them are in."""
+    pending = [future for batch in batches for future in batch.weighted_futures]
+    return not futures.wait(pending, timeout_s).not_done
 
 
 def settle(
     table: RewardTable,
-    batches: Sequence[PendingBatch],
+    batches: Sequence[Scores],
     config: RewardClientConfig,
     *,
     training: bool = True,
     stop_heard: Callable[[], bool] = lambda: False,
 ) -> list[Scores]:
-    """Wait for every batch. An outage of a reward of weight 0 is not waited out, and failures of its values stop
-    nothing.
+    """Wait for the outcomes of every batch. An outage of a reward of weight 0 is not waited out, and failures of its
+    values stop nothing.
 
     Args:
         training: false for an evaluation, which waits for rewards that are only logged, too.
@@ -170,19 +95,20 @@ def settle(
         RewardOutage: servers that did not come back within `outage_wait_s`, or before a request to stop.
     """
     for batch in batches:
-        batch.scores.wait()
+        batch.wait()
     until = _logged_until(config, training)
-    scores = [_settle_one(table, batch, config, until, training, stop_heard) for batch in batches]
-    counted = rewards_of(_names(scores, counted=True), scores)
-    if counted.failures:
-        lost = int((~counted.valid).any(1).sum())
-        reasons = summary([failure for *_, failure in counted.failures])
-        logger.warning("%d of %d images have no reward: %s", lost, len(counted.valid), reasons)
-    aside = rewards_of(_names(scores, counted=False), scores).failures
-    if aside:
-        reasons = summary([failure for *_, failure in aside])
-        logger.warning("%d values of rewards of weight 0 failed: %s", len(aside), reasons)
+    scores = [_outage_waited_out(table, batch.result(until), config, training, stop_heard) for batch in batches]
+    if lost := failures_of(scores):
+        without = sum(value is None for batch in scores for value in batch.combined())
+        logger.warning("%d of %d images have no reward: %s", without, sum(map(len, scores)), summary(lost))
+    if logged := failures_of(scores, weighted=False):
+        logger.warning("%d values of rewards of weight 0 failed: %s", len(logged), summary(logged))
     return scores
+
+
+def failures_of(scores: Sequence[Scores], *, weighted: bool = True) -> list[Failure]:
+    """The failures of rewards with a weight, or of those without one."""
+    return [f for batch in scores for name, f in batch.failures() if bool(batch.weights[name]) == weighted]
 
 
 def raise_together(failed: RewardOutage | None, any_rank: Callable[[bool], bool]) -> None:
@@ -195,15 +121,14 @@ def raise_together(failed: RewardOutage | None, any_rank: Callable[[bool], bool]
         raise failed or RewardOutage("rewards failed on another process; see its log")
 
 
-def _settle_one(
+def _outage_waited_out(
     table: RewardTable,
-    batch: PendingBatch,
+    scores: Scores,
     config: RewardClientConfig,
-    until: float | None,
     training: bool,
     stop_heard: Callable[[], bool],
 ) -> Scores:
-    scores, items = batch.scores.result(until), batch.sound
+    """The scores of a batch once no server of a reward that trains is away: its images are scored again."""
     columns = {name: list(column) for name, column in scores.outcomes.items()}
     started = time.monotonic()
     deadline = started + config.outage_wait_s
@@ -216,8 +141,8 @@ def _settle_one(
             )
         logger.warning("rewards are unavailable, waiting up to %.0f s more: %s", left, summary(list(away.values())))
         if not table.wait_ready(min(left, 10.0), every_server=False):
-            rows = _with_groups(table, items, away)
-            pending = table.submit([items[row] for row in rows], training=training)
+            rows = [row for row in _with_groups(table, scores.items, away) if row not in scores.broken]
+            pending = table.submit([scores.items[row] for row in rows], training=training)
             pending.wait()
             again = pending.result(_logged_until(config, training))
             for name, column in columns.items():
@@ -229,10 +154,7 @@ def _settle_one(
             if stop_heard():
                 raise RewardOutage(f"asked to stop while rewards were unavailable: {summary(list(still.values()))}")
             time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
-    for column in columns.values():
-        for row in sorted(batch.broken):
-            column.insert(row, NOT_FINITE)
-    return Scores(columns, scores.weights)
+    return replace(scores, outcomes=columns)
 
 
 def _logged_until(config: RewardClientConfig, training: bool) -> float | None:
@@ -270,57 +192,7 @@ def summary(failures: Sequence[Failure]) -> str:
     return "; ".join(f"{code} x {count} ({first[code]})" for code, count in counts.most_common())
 
 
-# --- values and validity ---
-
-JUDGED = {
-    "mass": "judge_mass",
-    "order_dependent": "judge_order_dependent",
-    "position_bias": "judge_position_bias",
-}
-"""Detail of a judge's score -> its name in the rollout metrics: the probability that it gave its score tokens, the
-share of pairs whose two orders have different winners, and the preference for the first position."""
-
-
-@dataclass(frozen=True)
-class Rewards:
-    """Some rewards of n samples.
-
-    Attributes:
-        values: [n, R] float64, 0 where a reward failed.
-        valid: [n, R] bool.
-        judged: [R, D, 2] float64: sum and number of the values of each detail of `JUDGED`.
-        failures: (row, column, failure), column by column.
-    """
-
-    values: Tensor
-    valid: Tensor
-    judged: Tensor
-    failures: Sequence[tuple[int, int, Failure]]
-
-
-def rewards_of(names: Sequence[str], scores: Sequence[Scores]) -> Rewards:
-    """The named rewards of all batches."""
-    columns = [[outcome for batch in scores for outcome in batch.outcomes[name]] for name in names]
-    n = sum(len(next(iter(batch.outcomes.values()), ())) for batch in scores)
-    values, valid = torch.zeros(n, len(names), dtype=torch.float64), torch.zeros(n, len(names), dtype=torch.bool)
-    judged = torch.zeros(len(names), len(JUDGED), 2, dtype=torch.float64)
-    failures: list[tuple[int, int, Failure]] = []
-    for i, column in enumerate(columns):
-        for row, outcome in enumerate(column):
-            if isinstance(outcome, Failure):
-                failures.append((row, i, outcome))
-                continue
-            values[row, i], valid[row, i] = outcome.value, True
-            for k, detail in enumerate(JUDGED):
-                if isinstance(found := outcome.detail.get(detail), float):
-                    judged[i, k] += torch.tensor([found, 1.0], dtype=torch.float64)
-    return Rewards(values, valid, judged, failures)
-
-
-def _names(scores: Sequence[Scores], *, counted: bool) -> list[str]:
-    """Rewards with a weight, or those without one."""
-    weights = scores[0].weights if scores else {}
-    return [name for name in (scores[0].outcomes if scores else ()) if bool(weights[name]) == counted]
+# --- the limits on failures ---
 
 
 @dataclass(frozen=True)
@@ -331,31 +203,27 @@ class Tally:
         asked: number of images.
         lost: number of those without every weighted reward; they are not trained on.
         failures: the reasons.
-        before: number of images in the epochs before, and of those that were lost.
+        earlier_asked_and_lost: number of images in the epochs before, and of those that were lost.
     """
 
     asked: int
     lost: int
     failures: Sequence[Failure]
-    before: tuple[int, int]
+    earlier_asked_and_lost: tuple[int, int]
 
 
 def tally_of(table: RewardTable, scores: Sequence[Scores]) -> Tally:
     """The tally of all batches of an epoch so far."""
-    found = rewards_of(_names(scores, counted=True), scores)
-    return Tally(
-        asked=len(found.valid),
-        lost=int((~found.valid).any(1).sum()),
-        failures=[failure for *_, failure in found.failures],
-        before=(table.asked, table.failed),
-    )
+    combined = [value for batch in scores for value in batch.combined()]
+    return Tally(len(combined), combined.count(None), failures_of(scores), (table.asked, table.failed))
 
 
 def refuse_failures(
     tallies: Sequence[Tally], config: RewardClientConfig, missing: Literal["reward", "gradient"] = "reward"
 ) -> None:
-    """Stop if too much of an epoch, or of the run, failed on all processes together: the few images of one process mean
-    little, and an item that always fails would stop it again and again.
+    """The policy on failures, a function of gathered counts: stop if too much of an epoch, or of the run, failed on all
+    processes together. The few images of one process mean little, and an item that always fails would stop it again and
+    again.
 
     Args:
         tallies: of every process; all of them then decide the same.
@@ -372,7 +240,8 @@ def refuse_failures(
             f"{lost} of {asked} images have no {missing}, over reward_client.max_failure_rate "
             f"{config.max_failure_rate}: {why}"
         )
-    asked, lost = asked + sum(one.before[0] for one in tallies), lost + sum(one.before[1] for one in tallies)
+    asked += sum(one.earlier_asked_and_lost[0] for one in tallies)
+    lost += sum(one.earlier_asked_and_lost[1] for one in tallies)
     if asked >= _RUN_IMAGES and lost > config.max_run_failure_rate * asked:
         raise FailureRateExceeded(
             f"{lost} of the {asked} images of the run had no reward, over reward_client.max_run_failure_rate "
@@ -380,35 +249,80 @@ def refuse_failures(
         )
 
 
-# --- rewards of all processes ---
+# --- values ---
+
+JUDGED = {
+    "mass": "judge_mass",
+    "order_dependent": "judge_order_dependent",
+    "position_bias": "judge_position_bias",
+}
+"""Detail of a judge's score -> its name in the rollout metrics: the probability that it gave its score tokens, the
+share of pairs whose two orders have different winners, and the preference for the first position."""
 
 
-def gather_rewards(
-    engine: Engine, table: RewardTable, rewards: Rewards, position: Tensor, index: Tensor, padding: Tensor
-) -> RewardRows:
-    """Rewards of every process's samples, the same on every process.
+def values_of(names: Sequence[str], scores: Sequence[Scores]) -> tuple[Tensor, Tensor]:
+    """(Values [n, R] float64, 0 where a reward failed; whether it did not [n, R]) of the named rewards."""
+    columns = [[value for batch in scores for value in batch.values(name)] for name in names]
+    shape = len(names), sum(map(len, scores))  # also where there are no names, or no samples
+    values = torch.tensor([[0.0 if v is None else v for v in column] for column in columns], dtype=torch.float64)
+    valid = torch.tensor([[v is not None for v in column] for column in columns], dtype=torch.bool)
+    return values.reshape(shape).T.contiguous(), valid.reshape(shape).T.contiguous()
+
+
+def judge_details(names: Sequence[str], scores: Sequence[Scores]) -> Tensor:
+    """[R, D, 2] float64: sum and number of the values of each detail of `JUDGED` of the named rewards."""
+    found = torch.zeros(len(names), len(JUDGED), 2, dtype=torch.float64)
+    for i, name in enumerate(names):
+        for outcome in (outcome for batch in scores for outcome in batch.outcomes[name]):
+            for k, detail in enumerate(JUDGED):
+                if isinstance(outcome, Score) and isinstance(value := outcome.detail.get(detail), float):
+                    found[i, k] += torch.tensor([value, 1.0], dtype=torch.float64)
+    return found
+
+
+def judge_statistics(names: Sequence[str], details: Tensor) -> dict[str, float]:
+    """Means of the details of judges, of the rewards that report them, by `JUDGED`.
 
     Args:
-        rewards: of `table.trained`, on this process.
-        position, index, padding: [n], see `RewardRows`.
+        details: of `judge_details`, summed over all processes.
     """
-    own = (rewards.values, rewards.valid, position, index, padding)
-    values, valid, position, index, padding = (engine.gather(t).cpu() for t in own)
-    entries = [table.entries[name] for name in table.trained]
-    weights, noise = (
-        torch.tensor(column, dtype=torch.float64)
-        for column in ([table.weights[name] for name in table.trained], [entry.min_group_std for entry in entries])
-    )
-    relative = torch.tensor([entry.transform == "win_rate" for entry in entries], dtype=torch.bool)
-    return RewardRows(table.trained, values, valid, weights, position, index, padding, noise, relative)
-
-
-def judge_statistics(engine: Engine, names: Sequence[str], judged: Tensor) -> dict[str, float]:
-    """Mean details of judges over all processes, of the rewards that report them, by `JUDGED`."""
-    totals = engine.sum(judged).cpu().tolist()
     return {
         f"{label}/{name}": total / count
-        for name, details in zip(names, totals, strict=True)
-        for label, (total, count) in zip(JUDGED.values(), details, strict=True)
+        for name, of_name in zip(names, details.tolist(), strict=True)
+        for label, (total, count) in zip(JUDGED.values(), of_name, strict=True)
         if count
     }
+
+
+# --- readiness ---
+
+
+def wait_for_rewards(table: RewardTable, client: RewardClientConfig) -> None:
+    """Wait until every reward can be scored. A server is missed for `STARTING_S` if others have its rewards: the client
+    finds it once it is ready.
+
+    Raises:
+        RewardOutage: a reward cannot be scored; with the command that starts the servers that are not part of the run.
+        ConfigError: torch's default dtype is not fp32 any more, in which libraries make tensors.
+    """
+    problems: list[str] = []
+    for patience_s in (STARTING_S, max(0.0, client.outage_wait_s - STARTING_S)):
+        problems = table.wait_ready(patience_s)
+        if not problems or table.has_a_server_each():
+            if problems:
+                logger.warning("the run starts without some servers of its rewards: %s", "; ".join(problems))
+                table.compare_servers()
+            _require_default_dtype()
+            return
+    started_elsewhere = [n for n, entry in table.entries.items() if entry.url not in (None, "auto") and entry.weight]
+    running = all(TOKEN_VARIABLE in problem for problem in problems)
+    remedy = [start_servers(started_elsewhere)] if started_elsewhere and not running else []
+    raise RewardOutage("rewards are not ready: " + "; ".join([*problems, *remedy]))
+
+
+def _require_default_dtype() -> None:
+    if (dtype := torch.get_default_dtype()) != torch.float32:
+        raise ConfigError(
+            f"rewards: given {dtype} as torch's default dtype once all were ready; expected torch.float32, which "
+            "libraries rely on; remove torch.set_default_dtype from the plugins and scorers of the run"
+        )

@@ -1,29 +1,31 @@
-"""One optimizer step: its micro-batches, its gradient, and a second attempt with smaller ones when memory runs out."""
+"""One optimizer step: its micro-batches, its gradient, its update; again in smaller forwards if memory runs out."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from retouch.config.derived import forward_precision, parts_per_forward
-from retouch.data.sampler import batch_examples, derive_seed
+from retouch.config.derived import forward_precision, parts_per_forward, spans
 from retouch.engine import Diverged, OutOfMemory
 from retouch.errors import first_line, fitting
 from retouch.observe import Metrics
 
 if TYPE_CHECKING:
+    from retouch.config import RunConfig
     from retouch.config.run import OptimizerConfig
     from retouch.data.dataset import Dataset
-    from retouch.training.session import Session
+    from retouch.engine import Engine
+    from retouch.training.build import Run
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ON_POLICY_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 1e-3}
 """Largest |log ratio| before the first update of an epoch without a warning, by precision of the forward: what rounding
@@ -32,157 +34,190 @@ explains where forwards of sampling and of training have about as many rows."""
 _SMALLER_MOMENTS = "optimizer.state=8bit or model.train.kind=lora, or training.sharding on several devices"
 
 
+class ForwardSize:
+    """How many rows a forward of training has; halved when memory runs out.
+
+    Attributes:
+        rows: of each forward.
+    """
+
+    def __init__(self, config: RunConfig, engine: Engine) -> None:
+        self.rows = config.optimizer.batch_size_per_device
+        self._config, self._engine = config, engine
+
+    def halve(self, error: torch.OutOfMemoryError) -> None:
+        """Half the rows from now on, and no gradient of the forwards so far.
+
+        Raises:
+            OutOfMemory: there is only one, or other processes would wait for this one's gradients.
+        """
+        optimizer, rows, problem = self._config.optimizer, self.rows, first_line(error)
+        if rows == 1:
+            raise OutOfMemory(
+                f"out of memory with one row in a forward ({problem}); set training.gradient_checkpointing=true, "
+                "optimizer.steps_per_forward=1 (grpo, ppo, nft, dpo, kto), or a smaller data.resolution"
+            )
+        if self._engine.world_size > 1 or optimizer.on_out_of_memory == "stop":
+            total = optimizer.rows_per_device(self._engine.world_size)
+            fewer = next(size for size in range(rows // 2, 0, -1) if total % size == 0)
+            also = "" if optimizer.global_batch_size else f" and gradient_accumulation={total // fewer}"
+            also += self._as_many_steps(fewer)
+            raise OutOfMemory(
+                f"out of memory with {rows} rows in a forward ({problem}); set optimizer.batch_size_per_device={fewer}"
+                f"{also}, which gives the same gradients"
+            )
+        self.rows = rows // 2
+        logger.warning(
+            "out of memory with %d rows in a forward (%s): the step begins again with %d, the same gradients up to "
+            "rounding; optimizer.batch_size_per_device=%d%s from the start avoids this",
+            rows,
+            problem,
+            self.rows,
+            self.rows,
+            self._as_many_steps(self.rows),
+        )
+        self._engine.drop_gradients()
+
+    def until_it_fits(self, forwards: Callable[[], T]) -> T:
+        """The result of some forwards without gradients, which begin again with half the rows if memory runs out.
+
+        Raises:
+            OutOfMemory: halving cannot help.
+        """
+        while True:
+            try:
+                return forwards()
+            except torch.OutOfMemoryError as error:
+                problem = error.with_traceback(None)  # its frames hold the tensors of the forward
+            self.halve(problem)
+
+    def chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Some rows by forwards."""
+        return rows.split(self.rows) if len(rows) else ()
+
+    def parts(self, rows: Tensor, count: int) -> list[tuple[Tensor, range]]:
+        """Some rows by forwards, with a span of the trained steps, or noised copies, of each row.
+
+        Args:
+            count: of these of a row; `optimizer.steps_per_forward` of them are in a forward.
+        """
+        pieces = spans(count, parts_per_forward(self._config, self._engine.device.type))
+        return [(chunk, piece) for chunk in self.chunks(rows) for piece in pieces]
+
+    def _as_many_steps(self, rows: int) -> str:
+        """The setting that keeps the steps in a forward, where `steps_per_forward: auto` would take more for fewer
+        rows."""
+        config, device = self._config, self._engine.device.type
+        smaller = config.optimizer.model_copy(update={"batch_size_per_device": rows})
+        steps = parts_per_forward(config, device)
+        more = parts_per_forward(config.model_copy(update={"optimizer": smaller}), device) != steps
+        return f" and optimizer.steps_per_forward={steps}" if more else ""
+
+
 class Step:
-    """One optimizer step on rows that this process holds.
+    """One optimizer step on rows that this process holds: a context manager around its forwards and backwards, which
+    updates the weights when it is left. If no row of any process counts, it has no forwards and updates nothing.
+
+    One that runs out of memory is not taken, and its iterator yields it again, with half the rows in a forward. Its
+    gradient is then, bit for bit, that of a run file with so few rows and as many steps of each in a forward.
 
     Attributes:
         rows: [n] indices of the rows.
-        total: sum of the rows' weights over all processes, which normalizes every loss of the step.
+        normalizer: number of rows of all processes that count in the loss: the divisor of every loss of the step.
         data: dataset of the examples.
-        positions: of each row's example in it.
+        positions: of each row's example in it; none of a step without forwards.
         seeds: of each row's noise or image.
-        fresh: the weights are still those that sampled the rows.
-        ends_epoch: it is the last step on these rows.
+        before_first_update: the weights are still those that sampled the rows.
         values: metrics, once the step is taken.
         updated: whether it changed the weights.
     """
 
     def __init__(
         self,
-        session: Session,
+        run: Run,
+        size: ForwardSize,
         rows: Tensor,
-        total: Tensor,
+        normalizer: Tensor,
         lr: float,
         *,
         data: Dataset,
         positions: list[int],
         seeds: list[int],
-        fresh: bool = False,
+        supervised: bool = False,
+        before_first_update: bool = False,
         ends_epoch: bool = False,
+        log_ratio: float = 0.0,
     ) -> None:
-        self.session = session
-        self.rows = rows
-        self.total = total
-        self.data, self.positions, self.seeds = data, positions, seeds
-        self.fresh = fresh
-        self.ends_epoch = ends_epoch
+        """Args:
+        supervised: it is no step of RL, whose metrics count rows.
+        ends_epoch: it is the last one on the rows of its epoch.
+        log_ratio: largest |log ratio| of what the sampler recorded, where the record was replaced.
+        """
+        skipped = float(normalizer) == 0
+        self.rows = rows[:0] if skipped else rows
+        self.normalizer = normalizer
+        self.data, self.positions, self.seeds = data, [] if skipped else positions, seeds
+        self.before_first_update = before_first_update
         self.values: dict[str, float] = {"skipped": 1.0}
         self.updated = False
-        self._lr = lr
+        self._run, self._size, self._lr = run, size, lr
+        self._supervised, self._ends_epoch, self._log_ratio = supervised, ends_epoch, log_ratio
+        self._forward = ExitStack()
+        self._problem: torch.OutOfMemoryError | None = None
+        self._metrics, self._losses = Metrics(), list[Tensor]()
 
-    def attempts(self) -> Iterator[Attempt]:
-        """Attempts at forwards and backwards of all rows; the update follows the one that fits in memory. None if no
-        row of any process has a weight: the step is then skipped.
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether it is the last step on the rows of its epoch, and not to be taken again."""
+        return self._ends_epoch and self._problem is None
 
-        An attempt after another one starts from no gradient, with half the rows in a forward. Its gradient is, bit for
-        bit, that of a run file with so few rows and as many steps of each in a forward.
+    def until_it_fits(self) -> Iterator[Step]:
+        """The step, and again with half the rows in a forward as long as memory runs out.
 
         Raises:
             OutOfMemory: halving cannot help.
-            Diverged: the gradient contains NaN or Inf; it names the first forward whose loss does.
         """
-        if float(self.total) == 0:
-            return
-        session, run, attempt = self.session, self.session.run, None
-        for attempt in attempts(session, self.rows):
-            yield attempt
-        assert attempt is not None
-        with run.clock.part("optimizer"):
-            try:
-                with fitting("in the optimizer", _SMALLER_MOMENTS):  # they are allocated in the first step
-                    stepped = run.engine.step(self._lr)
-            except Diverged as error:
-                raise Diverged(f"{error}{self._first_nonfinite_loss(attempt.losses)}") from None
-        self.values = {**attempt.metrics.reduce(run.engine), **stepped, "lr": self._lr}
-        self.updated = not stepped["overflow"]
-        if self.fresh and "max_abs_log_ratio" in self.values:
-            self._compare_with_record()
-        if session.progress.phase == "rl":
-            self.values |= {"rows": float(self.total), "skipped": 0.0}
+        yield self
+        while self._problem is not None:
+            self._size.halve(self._problem)
+            yield self
 
-    def old(self, now: Tensor, recorded: Tensor) -> Tensor:
-        """Log-probabilities or means of the rows under the policy that sampled them.
-
-        That is `now` until the first update: the record then differs only by rounding, which under bf16 is many times
-        the clip range and would clip at random.
-        """
-        return now.detach() if self.fresh else recorded
-
-    def off_policy(self, now: Tensor, recorded: Tensor, weight: Tensor) -> dict[str, Tensor]:
-        """The metric `max_abs_log_ratio` against the record [B, W], for rows with a weight [B]; empty unless fresh."""
-        if not self.fresh:
-            return {}
-        off = (now.detach() - recorded).abs().amax(1)
-        return {"max_abs_log_ratio": torch.where(weight > 0, off, 0.0).max()}
-
-    def _first_nonfinite_loss(self, losses: Sequence[Tensor]) -> str:
-        """The first forward of all processes with a loss of NaN or Inf, with the ids of its examples. A collective."""
-        found = ""
-        for number, loss in enumerate(losses):
-            if not loss.isfinite():
-                rows = self.session.rows_per_forward  # forwards of the same rows, such as spans of steps, are in turn
-                start = number * -(-len(self.positions) // rows) // len(losses) * rows
-                ids = [str(self.data.items[position].id) for position in self.positions[start : start + rows]]
-                found = f"; the loss of forward {number + 1} is {loss:g}, of examples {', '.join(ids)}"
-                break
-        return next(filter(None, self.session.run.engine.gather_list([found])), "")
-
-    def _compare_with_record(self) -> None:
-        """Log that the policy of training is not that of sampling, if it is not."""
-        off = max(self.values["max_abs_log_ratio"], self.session.off_policy)
-        self.values["max_abs_log_ratio"] = off
-        tolerance = ON_POLICY_TOLERANCE[forward_precision(self.session.config)]
-        if self.updated and off > tolerance:
-            logger.warning(
-                "off policy before the first update: max |log ratio| is %.2e, above %.0e. If forwards of sampling and "
-                "of training have different numbers of rows, bf16 explains it, above all with guidance: set "
-                "algorithm.old_log_probs=recomputed. If not, rollout and training do not compute the same policy",
-                off,
-                tolerance,
-            )
-
-
-class Attempt:
-    """One attempt at all forwards of some rows; a context manager that notes when memory runs out.
-
-    Attributes:
-        metrics: of the micro-batches so far.
-        problem: first line of the error; None while everything fits.
-        losses: of the micro-batches so far, without their graphs.
-    """
-
-    def __init__(self, session: Session, rows: Tensor | None = None) -> None:
-        self.metrics = Metrics()
-        self.problem: str | None = None
-        self.losses: list[Tensor] = []
-        self._session = session
-        self._rows = torch.arange(0, dtype=torch.int64) if rows is None else rows
-        self._forward = ExitStack()
-
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> Step:
+        self._problem = None
+        self._metrics, self._losses = Metrics(), []
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        """Update the weights.
+
+        Raises:
+            Diverged: the gradient contains NaN or Inf; it names the first forward whose loss does.
+        """
         self._forward.close()
-        if not isinstance(error, torch.OutOfMemoryError):
-            return False
-        self.problem = first_line(error)
-        return True
+        if isinstance(error, torch.OutOfMemoryError):
+            self._problem = error.with_traceback(None)  # its frames hold the tensors of the forward
+            return True
+        if error is None and float(self.normalizer) != 0:
+            self._update()
+        return False
 
-    def chunks(self, rows: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The rows of each forward: of the step, or of the given ones."""
-        rows = self._rows if rows is None else rows
-        return rows.split(self._session.rows_per_forward) if len(rows) else ()
+    def chunks(self) -> Sequence[Tensor]:
+        """The rows of each forward."""
+        return self._size.chunks(self.rows)
 
-    def micro_batches(self, batches: Sequence[Any] | None = None) -> Iterator[Any]:
-        """Each micro-batch of an optimizer step, for one forward and one `backward`: these, or `chunks`.
+    def parts(self, count: int) -> list[tuple[Tensor, range]]:
+        """The rows of each forward, with a span of the `count` trained steps, or noised copies, of each row."""
+        return self._size.parts(self.rows, count)
+
+    def forwards(self, batches: Sequence[Any] | None = None) -> Iterator[Any]:
+        """Each micro-batch, for one forward and one `backward`: these, or `chunks`.
 
         Gradients are exchanged between processes in the last one only.
         """
-        run, batches = self._session.run, self.chunks() if batches is None else batches
+        engine, batches = self._run.engine, self.chunks() if batches is None else batches
         for number, batch in enumerate(batches):
-            with run.engine.micro_step(last=number == len(batches) - 1):
-                self._forward.enter_context(run.clock.part("train_forward"))
+            with engine.micro_step(last=number == len(batches) - 1):
+                self._forward.enter_context(self._run.clock.part("train_forward"))
                 yield batch
 
     def backward(self, loss: Tensor, values: Mapping[str, Tensor], rows: Tensor | float) -> None:
@@ -199,29 +234,67 @@ class Attempt:
             given = f"shape {tuple(loss.shape)}" if loss.ndim else "a scalar without gradient"
             raise ValueError(f"backward: given a loss of {given}; expected a scalar with a gradient by the weights")
         self._forward.close()
-        with self._session.run.clock.part("train_backward"):
-            self._session.run.engine.backward(loss)
-        self.losses.append(loss.detach())
-        self.metrics.add({**values, "loss": loss}, weight=rows)
+        with self._run.clock.part("train_backward"):
+            self._run.engine.backward(loss)
+        self._losses.append(loss.detach())
+        self._metrics.add({**values, "loss": loss}, weight=rows)
 
+    def old_policy_values(self, now: Tensor, recorded: Tensor) -> Tensor:
+        """Log-probabilities or means of the rows under the policy that sampled them.
 
-def attempts(session: Session, rows: Tensor | None = None) -> Iterator[Attempt]:
-    """Attempts at forwards of all rows until one fits in memory. Each has half the rows in a forward of the one before,
-    and the session keeps that number.
+        Those are `now` until the first update: the record then differs only by rounding, which under bf16 is many times
+        the clip range and would clip at random.
+        """
+        return now.detach() if self.before_first_update else recorded
 
-    Args:
-        rows: None if the caller gives them to `Attempt.chunks`.
+    def log_ratio_metric(self, now: Tensor, recorded: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        """The metric `max_abs_log_ratio` against the record [B, W], for rows with a weight [B]; empty after the first
+        update."""
+        if not self.before_first_update:
+            return {}
+        off = (now.detach() - recorded).abs().amax(1)
+        return {"max_abs_log_ratio": torch.where(weight > 0, off, 0.0).max()}
 
-    Raises:
-        OutOfMemory: halving cannot help.
-    """
-    while True:
-        attempt = Attempt(session, rows)
-        yield attempt
-        if attempt.problem is None:
-            return
-        session.rows_per_forward = _fewer(session, attempt.problem)
-        session.run.engine.drop_gradients()
+    def _update(self) -> None:
+        run = self._run
+        with run.clock.part("optimizer"):
+            try:
+                with fitting("in the optimizer", _SMALLER_MOMENTS):  # they are allocated in the first step
+                    stepped = run.engine.step(self._lr)
+            except Diverged as error:
+                raise Diverged(f"{error}{self._first_nonfinite_loss(self._losses)}") from None
+        self.values = {**self._metrics.reduce(run.engine), **stepped, "lr": self._lr}
+        self.updated = not stepped["overflow"]
+        if self.before_first_update and "max_abs_log_ratio" in self.values:
+            self._compare_with_record()
+        if not self._supervised:
+            self.values |= {"rows": float(self.normalizer), "skipped": 0.0}
+
+    def _first_nonfinite_loss(self, losses: Sequence[Tensor]) -> str:
+        """The first forward of all processes with a loss of NaN or Inf, with the ids of its examples. A collective."""
+        found = ""
+        for number, loss in enumerate(losses):
+            if not loss.isfinite():
+                rows = self._size.rows  # forwards of the same rows, such as spans of steps, are in turn
+                start = number * -(-len(self.positions) // rows) // len(losses) * rows
+                ids = [str(self.data.items[position].id) for position in self.positions[start : start + rows]]
+                found = f"; the loss of forward {number + 1} is {loss:g}, of examples {', '.join(ids)}"
+                break
+        return next(filter(None, self._run.engine.gather_list([found])), "")
+
+    def _compare_with_record(self) -> None:
+        """Log that the policy of training is not that of sampling, if it is not."""
+        off = max(self.values["max_abs_log_ratio"], self._log_ratio)
+        self.values["max_abs_log_ratio"] = off
+        tolerance = ON_POLICY_TOLERANCE[forward_precision(self._run.config)]
+        if self.updated and off > tolerance:
+            logger.warning(
+                "off policy before the first update: max |log ratio| is %.2e, above %.0e. If forwards of sampling and "
+                "of training have different numbers of rows, bf16 explains it, above all with guidance: set "
+                "algorithm.old_log_probs=recomputed. If not, rollout and training do not compute the same policy",
+                off,
+                tolerance,
+            )
 
 
 def learning_rate(optimizer: OptimizerConfig, base: float, step: int, steps: int) -> float:
@@ -230,80 +303,3 @@ def learning_rate(optimizer: OptimizerConfig, base: float, step: int, steps: int
     share = step / max(1, steps)
     decay = {"constant": 1.0, "linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share))}
     return base * ramp * decay[optimizer.schedule]
-
-
-def step_batches(
-    rows: int, seed: int, epoch: int, inner_epochs: int, steps: int, step_of: Tensor | None = None
-) -> list[Tensor]:
-    """Row indices of each optimizer step of an epoch: every inner epoch is shuffled from (seed, epoch, inner) and dealt
-    evenly into its steps.
-
-    Args:
-        step_of: [rows] step of each row, the same in every inner epoch; None or [0] where they are dealt here.
-    """
-    if step_of is not None and len(step_of):
-        return [(step_of == number % (steps // inner_epochs)).nonzero().flatten() for number in range(steps)]
-    batches: list[Tensor] = []
-    for inner in range(inner_epochs):
-        order = list(range(rows))
-        Random(derive_seed(seed, "order", epoch, inner)).shuffle(order)
-        batches += list(torch.tensor(order, dtype=torch.long).tensor_split(steps // inner_epochs))
-    return batches
-
-
-def shared_batches(seeds: Tensor, steps: int) -> list[Tensor]:
-    """Row indices of each of the steps that all processes take together, from the seeds [N] of all rows: the same rows
-    whichever process has them. Seeds are hashes, so their order is a random one."""
-    return list(seeds.argsort(stable=True).tensor_split(steps))
-
-
-def step_positions(session: Session, size: int, until: int) -> list[list[int]]:
-    """Positions, in data of `size` examples, of this process's rows of the next step and, if there is one before step
-    `until`, of the step after it."""
-    optimizer, engine, begun = session.config.optimizer, session.run.engine, session.progress.step
-    per_rank = optimizer.rows_per_device(engine.world_size)
-    mine = slice(engine.rank * per_rank, (engine.rank + 1) * per_rank)
-    steps = range(begun, min(begun + 2, until))
-    return [batch_examples(size, per_rank * engine.world_size, session.config.seed, step)[mine] for step in steps]
-
-
-def _fewer(session: Session, problem: str) -> int:
-    """Half the rows of a forward.
-
-    Raises:
-        OutOfMemory: there is only one, or other processes would wait for this one's gradients.
-    """
-    optimizer, rows = session.config.optimizer, session.rows_per_forward
-    if rows == 1:
-        raise OutOfMemory(
-            f"out of memory with one row in a forward ({problem}); set training.gradient_checkpointing=true, "
-            "optimizer.steps_per_forward=1 (grpo, ppo, nft, dpo, kto), or a smaller data.resolution"
-        )
-    if session.run.engine.world_size > 1 or optimizer.on_out_of_memory == "stop":
-        total = optimizer.rows_per_device(session.run.engine.world_size)
-        fewer = next(size for size in range(rows // 2, 0, -1) if total % size == 0)
-        also = "" if optimizer.global_batch_size else f" and gradient_accumulation={total // fewer}"
-        also += _as_many_steps(session, fewer)
-        raise OutOfMemory(
-            f"out of memory with {rows} rows in a forward ({problem}); set optimizer.batch_size_per_device={fewer}"
-            f"{also}, which gives the same gradients"
-        )
-    logger.warning(
-        "out of memory with %d rows in a forward (%s): the step begins again with %d, the same gradients up to "
-        "rounding; optimizer.batch_size_per_device=%d%s from the start avoids this",
-        rows,
-        problem,
-        rows // 2,
-        rows // 2,
-        _as_many_steps(session, rows // 2),
-    )
-    return rows // 2
-
-
-def _as_many_steps(session: Session, rows: int) -> str:
-    """The setting that keeps the steps in a forward, where `steps_per_forward: auto` would take more for fewer rows."""
-    config, device = session.config, session.run.engine.device.type
-    smaller = config.optimizer.model_copy(update={"batch_size_per_device": rows})
-    steps = parts_per_forward(config, device)
-    more = parts_per_forward(config.model_copy(update={"optimizer": smaller}), device) != steps
-    return f" and optimizer.steps_per_forward={steps}" if more else ""

@@ -21,32 +21,22 @@ from retouch.rollout.encoded import EncodedData, drop_references
 from retouch.rollout.sampler import noise_for, objective_region
 from retouch.training.noised import denoising_error
 from retouch.training.session import Session
-from retouch.training.step import Step, step_positions
+from retouch.training.step import Step
 
 
 def supervised_phase(session: Session, until: int, lr: float, objective: Objective, *, shifted: bool) -> None:
     """Supervised optimizer steps up to step `until` of the run."""
     run = session.run
     data = EncodedData(run.model, run.warmup_data, run.denoising_guidance_scale, run.clock, conditional=True)
-    for step in session.single_steps(until, run.warmup_data, "sft", lr):
-        positions = step_positions(session, len(run.warmup_data), until)
-        data.read_ahead([p for rows in positions for p in rows])
-        run.costs.images += len(step.rows)
-        for attempt in step.attempts():
-            with attempt:
-                encode_step(data, objective, step, positions[0])
-                for rows in attempt.micro_batches():
-                    attempt.backward(*supervised_loss(session, data, objective, step, rows, positions[0], shifted))
+    for step in session.steps_on_examples(until, data, "sft", lr):
+        with step:
+            encode_step(data, objective, step)
+            for rows in step.forwards():
+                step.backward(*supervised_loss(session, data, objective, step, rows, shifted))
 
 
 def supervised_loss(
-    session: Session,
-    data: EncodedData,
-    objective: Objective,
-    step: Step,
-    rows: Tensor,
-    positions: list[int],
-    shifted: bool,
+    session: Session, data: EncodedData, objective: Objective, step: Step, rows: Tensor, shifted: bool
 ) -> tuple[Tensor, Mapping[str, Tensor], int]:
     """The loss of one forward -> (loss, metrics, rows).
 
@@ -57,20 +47,20 @@ def supervised_loss(
         positions: in the data, of all rows of the step on this process.
     """
     run, device, number = session.run, session.run.engine.device, session.progress.step
-    places = [session.run.engine.rank * len(step.rows) + int(row) for row in rows]
-    chosen = [positions[row] for row in rows]
-    x0 = data.images(chosen, "target", device)
+    global_rows = [session.run.engine.rank * len(step.rows) + int(row) for row in rows]
+    positions = [step.positions[row] for row in rows]
+    x0 = data.images(positions, "target", device)
     noise, uniform, uncaptioned = row_draws(x0.shape[1:], [step.seeds[row] for row in rows], objective)
-    condition = data.conditions(chosen, device, uncaptioned)
+    condition = data.conditions(positions, device, uncaptioned)
     train = run.config.model.train
     if train.kind == "ip_adapter":
-        draws = [derive_seed(run.config.seed, "reference", number, r) for r in places]
+        draws = [derive_seed(run.config.seed, "reference", number, row) for row in global_rows]
         condition = drop_references(condition, train.reference_dropout, draws, uncaptioned)
     schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
     time = schedule.training_times(uniform.clamp(1e-6, 1 - 1e-6), shifted=shifted).to(device)
     region = objective_region(objective, condition, run.model.spec.downsampling)
     errors = denoising_error(run.model, run.network, schedule, x0, noise.to(device), time, condition, region)
-    loss, values = denoising_loss(errors, normalizer=step.total)
+    loss, values = denoising_loss(errors, normalizer=step.normalizer)
     return loss, values, len(rows)
 
 
@@ -85,13 +75,13 @@ def row_draws(shape: Sequence[int], seeds: Sequence[int], objective: Objective) 
     return noise, uniform, uncaptioned
 
 
-def encode_step(data: EncodedData, objective: Objective, step: Step, positions: list[int]) -> None:
+def encode_step(data: EncodedData, objective: Objective, step: Step) -> None:
     """Encode the prompts of a step before its first forward, see `EncodedData.encode`."""
     uncaptioned = None
     if objective.caption_dropout:  # its numbers come after those of the noise
-        shape = data.images(positions[:1], "target", torch.device("cpu")).shape[1:]
+        shape = data.images(step.positions[:1], "target", torch.device("cpu")).shape[1:]
         uncaptioned = row_draws(shape, step.seeds, objective)[2]
-    data.encode(positions, uncaptioned)
+    data.encode(step.positions, uncaptioned)
 
 
 def warm_up(session: Session, algorithm: RlConfig) -> None:
@@ -106,11 +96,11 @@ def warm_up(session: Session, algorithm: RlConfig) -> None:
     if session.progress.phase == "warmup":
         lr = optimizer.sft_lr or optimizer.lr
         supervised_phase(session, algorithm.sft_steps, lr, algorithm, shifted=algorithm.sft_shifted_times)
-        session.evaluate("warmup")
+        session.recorder.evaluate("warmup")
         session.progress.phase = "rl"
         run.engine.new_optimizer()
         session.take_snapshots()
-        session.save(pinned=True)
+        session.recorder.save(pinned=True)
     for name in sorted(algorithm.snapshots - {*run.policy.snapshots}):
         raise CheckpointError(
             f"{session.resumed_from}: has no snapshot {name!r}, which {algorithm.name} needs; give another "

@@ -30,9 +30,9 @@ from retouch.rewards.client.revisions import without_fingerprints
 from retouch.rewards.devices import own_device
 from retouch.rewards.golden import golden_items
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.table import PendingScores, RewardTable
+from retouch.rewards.table import RewardTable
 from retouch.training.scoring import item_of, summary, wait_for_rewards
-from retouch.types import Example, Failure, Outcome
+from retouch.types import Example, Failure, Outcome, Scores
 from retouch.use.comparison import scored_here
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def scorers_of(benchmark: Benchmark) -> Iterator[Scorers]:
             table = RewardTable(together, benchmark.reward_client, device=own_device())
             stack.callback(table.close)
             table.start()
-            table.settle()  # two scorers must not load at the same time
+            table.wait_loaded()  # two scorers must not load at the same time
             wait_for_rewards(table, benchmark.reward_client)
             tables.append(table)
         yield Scorers(tables)
@@ -242,7 +242,7 @@ class _Batch(NamedTuple):
 
     outputs: Sequence[Found]
     unreadable: Mapping[int, Failure]
-    scores: PendingScores | None
+    scores: Scores | None
     pixels: int
 
 

@@ -218,7 +218,7 @@ def _scoring(entries: Mapping[str, Reward], client: RewardClientConfig) -> Itera
     rewards = RewardTable({name: scored_here(entry) for name, entry in entries.items()}, client, device=own_device())
     rewards.start()
     try:
-        rewards.settle()  # before a network is loaded
+        rewards.wait_loaded()  # before a network is loaded
         yield rewards
     finally:
         rewards.close()

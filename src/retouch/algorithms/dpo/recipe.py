@@ -25,11 +25,11 @@ from retouch.core.objectives.dpo import dpo_loss
 from retouch.core.objectives.sft import denoising_rows
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.experience import rows_of_all
+from retouch.training.dealing import rows_of_all, shared_batches
+from retouch.training.experience import rewarded_samples
 from retouch.training.noised import NoisedRows, noised_copies, row_generators
-from retouch.training.rollouts import rewarded_groups
 from retouch.training.session import Session
-from retouch.training.step import Step, shared_batches, step_positions
+from retouch.training.step import Step
 from retouch.training.supervised import warm_up
 
 TIE = 1e-6
@@ -63,13 +63,12 @@ def train(run: Run) -> None:
     with Session(run) as session:
         warm_up(session, algorithm)
         if algorithm.pairs == "offline":
-            for step in session.single_steps(run.config.training.max_steps, run.data, "pair"):
-                train_step(session, algorithm, given_pairs(session, step), step)
+            data, last = run.encoded_for_denoising, run.config.training.max_steps
+            for step in session.steps_on_examples(last, data, "pair", images=2):
+                train_step(session, algorithm, given_pairs(run, step), step)
         else:
-            for _ in session.epochs():
-                refresh_reference(session, algorithm)  # before it samples
-                pairs = session.kept(Pairs) or collect_pairs(session, algorithm)
-                for step in session.steps(pairs, pairs.step_of):
+            for pairs in session.epochs(Pairs, collect_pairs, algorithm):
+                for step in session.steps(pairs):
                     train_step(session, algorithm, pairs, step)
         session.finish()
 
@@ -78,15 +77,13 @@ def train_step(session: Session, algorithm: DpoConfig, pairs: Pairs, step: Step)
     """One optimizer step on some pairs."""
     run = session.run
     refresh_reference(session, algorithm)
-    for attempt in step.attempts():
-        with attempt:
-            run.encoded_for_denoising.encode(step.positions)
-            pieces = session.pieces(algorithm.timesteps_per_pair)
-            forwards = [(rows, piece) for rows in attempt.chunks() for piece in pieces]
-            with run.clock.part("train_forward"), run.policy.use("reference"):
-                references = [errors(run, algorithm, noised_pairs(session, algorithm, pairs, *f)) for f in forwards]
-            for (rows, piece), reference in attempt.micro_batches(list(zip(forwards, references, strict=True))):
-                attempt.backward(*preference_loss(session, algorithm, pairs, step, rows, piece, reference))
+    with step:
+        run.encoded_for_denoising.encode(step.positions)
+        forwards = step.parts(algorithm.timesteps_per_pair)
+        with run.clock.part("train_forward"), run.policy.use("reference"):
+            references = [errors(run, algorithm, noised_pairs(session, algorithm, pairs, *f)) for f in forwards]
+        for (rows, piece), reference in step.forwards(list(zip(forwards, references, strict=True))):
+            step.backward(*preference_loss(session, algorithm, pairs, step, rows, piece, reference))
 
 
 def preference_loss(
@@ -96,7 +93,7 @@ def preference_loss(
     share of their copies that the piece is)."""
     win, lose = errors(session.run, algorithm, noised_pairs(session, algorithm, pairs, rows, piece))
     weight, share = pairs.weight[rows].to(win.device), len(piece) / algorithm.timesteps_per_pair
-    loss, values = dpo_loss(win, lose, reference[0], reference[1], algorithm.beta, weight, step.total / share)
+    loss, values = dpo_loss(win, lose, reference[0], reference[1], algorithm.beta, weight, step.normalizer / share)
     return loss, values, weight.sum() * share
 
 
@@ -130,20 +127,20 @@ def refresh_reference(session: Session, algorithm: DpoConfig) -> None:
 
 def collect_pairs(session: Session, algorithm: DpoConfig) -> Pairs:
     """Sample an epoch, score it, pair the best with the worst of each group, deal the pairs to the processes."""
+    refresh_reference(session, algorithm)  # before it samples
     engine = session.run.engine
     policy = None if algorithm.rollout_policy == "current" else "reference"
-    rollouts, rewards = rewarded_groups(session, algorithm, policy)
+    samples, _, rewards = rewarded_samples(session, algorithm, policy)
     best, worst = best_and_worst(rewards, algorithm.combine)
-    final = torch.cat([t.final for t in rollouts.trajectories])
     # the members of a pair may lie on two processes, neither of which trains on it
-    latents = rows_of_all(engine, final, [*best.tolist(), *worst.tolist()])
+    latents = rows_of_all(engine, samples.latents[:, -1], [*best.tolist(), *worst.tolist()])
     win, lose = latents[: len(best)], latents[len(best) :]
-    seeds = engine.gather(torch.tensor(rollouts.seeds, dtype=torch.int64)).cpu()
+    seeds = engine.gather(samples.seed).cpu()
     steps = session.shared_steps
     batches = shared_batches(seeds[best], steps) if steps > 1 else [torch.arange(len(best), dtype=torch.int64)]
     shares = [own_pairs(batch, engine.rank, engine.world_size) for batch in batches]
     mine, weight = (torch.cat(parts) for parts in zip(*shares, strict=True))
-    pairs = Pairs(rewards.position[best[mine]], seeds[best[mine]], win[mine], lose[mine], weight)
+    pairs = Pairs(rewards.example_index[best[mine]], seeds[best[mine]], win[mine], lose[mine], weight)
     if steps > 1:
         pairs.step_of = torch.cat([torch.full_like(own, number) for number, (own, _) in enumerate(shares)])
     return pairs
@@ -162,27 +159,22 @@ def best_and_worst(rewards: RewardRows, combine: str) -> tuple[Tensor, Tensor]:
     Of equal rows the one of the lowest index in the group is taken, whatever process it is on.
     """
     advantages = rewards.advantages(combine, "group", "group", clip=float("inf"))
-    flat, usable = rewards.flat(combine), rewards.usable
+    constant, usable = rewards.zero_variance_rows(combine), rewards.usable
     best: list[int] = []
     worst: list[int] = []
-    for key in rewards.position[usable].unique().tolist():
-        rows = ((rewards.position == key) & usable).nonzero().flatten()
+    for key in rewards.example_index[usable].unique().tolist():
+        rows = ((rewards.example_index == key) & usable).nonzero().flatten()
         rows = rows[rewards.index[rows].argsort()]
         high, low = rows[advantages[rows].argmax()], rows[advantages[rows].argmin()]
-        if not bool(flat[rows].all()) and advantages[high] - advantages[low] > TIE:
+        if not bool(constant[rows].all()) and advantages[high] - advantages[low] > TIE:
             best.append(int(high))
             worst.append(int(low))
     return torch.tensor(best, dtype=torch.long), torch.tensor(worst, dtype=torch.long)
 
 
-def given_pairs(session: Session, step: Step) -> Pairs:
+def given_pairs(run: Run, step: Step) -> Pairs:
     """This process's pairs of an optimizer step, from the manifest."""
-    run, data = session.run, session.run.encoded_for_denoising
-    positions = step_positions(session, len(run.data), run.config.training.max_steps)
-    data.read_ahead([p for rows in positions for p in rows])
-    chosen, count = positions[0], len(positions[0])
-    run.costs.images += 2 * count
-    cpu = torch.device("cpu")
-    win, lose = data.images(chosen, "win", cpu), data.images(chosen, "lose", cpu)
-    position, seeds = (torch.tensor(column, dtype=torch.int64) for column in (chosen, step.seeds))
-    return Pairs(position, seeds, win, lose, torch.ones(count, dtype=torch.float32))
+    data, cpu = run.encoded_for_denoising, torch.device("cpu")
+    win, lose = data.images(step.positions, "win", cpu), data.images(step.positions, "lose", cpu)
+    position, seeds = (torch.tensor(column, dtype=torch.int64) for column in (step.positions, step.seeds))
+    return Pairs(position, seeds, win, lose, torch.ones(len(position), dtype=torch.float32))

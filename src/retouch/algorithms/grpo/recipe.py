@@ -16,7 +16,8 @@ without the rounding differences between forwards of different sizes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,9 +30,10 @@ from retouch.core.steps import gaussian_log_prob
 from retouch.rollout.plan import transition
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.experience import Experience, experiences
+from retouch.training.dealing import step_batches
+from retouch.training.experience import Experience, collect
 from retouch.training.session import Session
-from retouch.training.step import Step, attempts, step_batches
+from retouch.training.step import Step
 from retouch.training.supervised import warm_up
 
 
@@ -41,23 +43,19 @@ def train(run: Run) -> None:
     assert isinstance(algorithm, GrpoConfig)
     with Session(run) as session:
         warm_up(session, algorithm)
-        for _ in session.epochs():
-            train_epoch(session, algorithm)
+        for experience in session.epochs(Experience, collect, algorithm):
+            train_epoch(session, algorithm, experience)
         session.finish()
 
 
-def train_epoch(session: Session, algorithm: GrpoConfig) -> None:
-    """Rollouts, and the optimizer steps on them."""
-    for experience in experiences(session, algorithm):
-        complete(session, algorithm, experience)
-        pieces = session.pieces(experience.steps)
-        for step in session.steps(experience, experience.step_of):
-            for attempt in step.attempts():
-                with attempt:
-                    session.run.encoded.encode(step.positions)  # after a resume inside an epoch they are not kept
-                    parts = [(rows, span) for rows in attempt.chunks() for span in pieces]
-                    for rows, span in attempt.micro_batches(parts):
-                        attempt.backward(*surrogate(session.run, algorithm, experience, step, rows, span))
+def train_epoch(session: Session, algorithm: GrpoConfig, experience: Experience) -> None:
+    """The optimizer steps on the rows of an epoch."""
+    add_reference_and_old(session, algorithm, experience)
+    for step in session.steps(experience):
+        with step:
+            session.run.encoded.encode(step.positions)  # after a resume inside an epoch they are not kept
+            for rows, span in step.forwards(step.parts(experience.trained_steps)):
+                step.backward(*surrogate(session.run, algorithm, experience, step, rows, span))
 
 
 def surrogate(
@@ -67,34 +65,35 @@ def surrogate(
     trained steps that the span is)."""
     device, width = run.engine.device, len(span)
     weight = experience.weight[rows].to(device)
-    now = replay(run, algorithm, experience, rows, span)
+    now = forward_on_recorded(run, algorithm, experience, rows, span)
     recorded = experience.spanned("log_probs", rows, span).to(device)
-    log_prob, old_log_prob, balance, far = now.log_prob, step.old(now.log_prob, recorded), now.relative_std, None
+    log_prob, old_log_prob = now.log_prob, step.old_policy_values(now.log_prob, recorded)
+    step_weight, kl_exceeded = now.relative_std, None
     if algorithm.records_means:
-        old_mean = step.old(now.mean, experience.spanned("means", rows, span).to(device))
+        old_mean = step.old_policy_values(now.mean, experience.spanned("means", rows, span).to(device))
         if algorithm.kl_mask_threshold is not None:
-            far = gaussian_kl(now.mean.detach(), old_mean, now.std, now.region) > algorithm.kl_mask_threshold
+            kl_exceeded = gaussian_kl(now.mean.detach(), old_mean, now.std, now.region) > algorithm.kl_mask_threshold
         if algorithm.guard:
             log_prob, old_log_prob = guard_log_probs(log_prob, old_log_prob, now.mean, old_mean, now.std, now.region)
-            balance = -1 / now.dt
-    share = width / experience.steps  # its loss and its metrics count as that share of the row
-    total = step.total / share
+            step_weight = -1 / now.dt
+    share = width / experience.trained_steps  # its loss and its metrics count as that share of the row
+    normalizer = step.normalizer / share
     advantages = experience.advantages[rows].to(device)
-    clip_range = algorithm.clip_range if far is None else None
-    by_row = [None if t is None else t.view(-1, width) for t in (balance, far)]
+    clip_range = algorithm.clip_range if kl_exceeded is None else None
+    by_row = [None if t is None else t.view(-1, width) for t in (step_weight, kl_exceeded)]
     loss, values = grpo_loss(
-        log_prob.view(-1, width), old_log_prob.view(-1, width), advantages, clip_range, weight, total, *by_row
+        log_prob.view(-1, width), old_log_prob.view(-1, width), advantages, clip_range, weight, normalizer, *by_row
     )
-    values |= step.off_policy(now.log_prob.view(-1, width), recorded.view(-1, width), weight)
+    values |= step.log_ratio_metric(now.log_prob.view(-1, width), recorded.view(-1, width), weight)
     if algorithm.kl_weight:
         reference = experience.spanned("reference_means", rows, span).to(device)
         kl = gaussian_kl(now.mean, reference, now.std, now.region, algorithm.kl_mode, now.dt).view(-1, width)
-        loss = loss + algorithm.kl_weight * weighted_mean(kl, weight, total)
+        loss = loss + algorithm.kl_weight * weighted_mean(kl, weight, normalizer)
         values["kl"] = weighted_mean(kl.detach(), weight)
     return loss, values, weight.sum() * share
 
 
-class Replay(NamedTuple):
+class Forward(NamedTuple):
     """The current policy on recorded transitions, B rows x W trained steps, row-major.
 
     Attributes:
@@ -114,7 +113,7 @@ class Replay(NamedTuple):
     relative_std: Tensor | None
 
 
-def replay(run: Run, algorithm: GrpoConfig, experience: Experience, rows: Tensor, span: range) -> Replay:
+def forward_on_recorded(run: Run, algorithm: GrpoConfig, experience: Experience, rows: Tensor, span: range) -> Forward:
     """One forward of B x W rows (all steps of a row together, as `experience` stores them)."""
     device = run.engine.device
     condition = run.encoded.conditions(experience.position[rows].tolist(), device)
@@ -127,10 +126,10 @@ def replay(run: Run, algorithm: GrpoConfig, experience: Experience, rows: Tensor
     times = plan.schedule.times.to(device)
     dt = plan.schedule.sigma(times[step + 1]) - plan.schedule.sigma(times[step])
     relative = plan.relative_std().to(device)[step] if algorithm.step_weight == "std" else None
-    return Replay(log_prob, mean, std, region, dt, relative)
+    return Forward(log_prob, mean, std, region, dt, relative)
 
 
-def complete(session: Session, algorithm: GrpoConfig, experience: Experience) -> None:
+def add_reference_and_old(session: Session, algorithm: GrpoConfig, experience: Experience) -> None:
     """Add the reference's means and new records, if the loss needs them and a checkpoint did not bring them."""
     if algorithm.kl_weight and not len(experience.reference_means):
         experience.reference_means = reference_means(session, experience)
@@ -143,14 +142,12 @@ def complete(session: Session, algorithm: GrpoConfig, experience: Experience) ->
 def reference_means(session: Session, experience: Experience) -> Tensor:
     """Means of the reference policy at every recorded transition [n, S, C, H, W]."""
     run, means = session.run, torch.zeros_like(experience.latents[:, 1:])
-    if not len(means):  # no group with a signal; splitting nothing gives an empty piece
-        return means
     device = run.engine.device
     with run.policy.use("reference"), run.clock.part("train_forward"):
-        for rows in torch.arange(len(experience.weight), dtype=torch.int64).split(session.rows_per_forward):
+        for rows in session.size.chunks(torch.arange(len(means), dtype=torch.int64)):
             condition = run.encoded.conditions(experience.position[rows].tolist(), device)
             plan = run.plans.plan(run.model.schedule(run.config.rollout.num_steps, condition.size))
-            for s in range(experience.steps):
+            for s in range(experience.trained_steps):
                 x, _, step = experience.transitions(rows, range(s, s + 1))
                 mean, _ = transition(run.model, run.network, plan, x.to(device), step.to(device), condition)
                 means[rows, s] = mean.cpu()
@@ -160,24 +157,31 @@ def reference_means(session: Session, experience: Experience) -> Tensor:
 @torch.no_grad()
 def record_again(session: Session, algorithm: GrpoConfig, experience: Experience) -> None:
     """Replace the recorded log-probabilities and means by those of forwards with as many rows as training has: in the
-    ratio their rounding cancels. For weights that have not changed since they sampled. `session.off_policy` keeps the
+    ratio their rounding cancels. For weights that have not changed since they sampled. `session.log_ratio` keeps the
     largest |log ratio| of what was recorded, over the rows with a weight of all processes."""
     run, config = session.run, session.config
-    log_probs, means = experience.log_probs.clone(), experience.means.clone()
     steps = run.derived.optimizer_steps_per_epoch // algorithm.inner_epochs
     dealt = len(experience.weight), config.seed, session.progress.epoch, 1, steps
     batches = step_batches(*dealt, experience.step_of)
-    pieces = session.pieces(experience.steps)
     with run.clock.part("train_forward"):
-        for attempt in attempts(session):
-            with attempt:
-                for rows, span in [(rows, span) for b in batches for rows in attempt.chunks(b) for span in pieces]:
-                    now = replay(run, algorithm, experience, rows, span)
-                    log_probs[rows, span.start : span.stop] = now.log_prob.view(-1, len(span)).cpu()
-                    if len(means):
-                        means[rows, span.start : span.stop] = now.mean.unflatten(0, (-1, len(span))).cpu()
+        again = partial(recorded_in_batches, session, algorithm, experience, batches)
+        log_probs, means = session.size.until_it_fits(again)
     off = (log_probs - experience.log_probs).abs()[experience.weight > 0]
     experience.log_probs, experience.means = log_probs, means
-    session.off_policy = float(
+    session.log_ratio = float(
         run.engine.gather(off.max()[None] if off.numel() else torch.zeros(1, dtype=torch.float32)).max()
     )
+
+
+def recorded_in_batches(
+    session: Session, algorithm: GrpoConfig, experience: Experience, batches: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """(Log-probabilities [n, S], means [n, S, C, H, W]) of the current policy, in the forwards of these optimizer
+    steps; means are [0] where none are recorded."""
+    log_probs, means = experience.log_probs.clone(), experience.means.clone()
+    for rows, span in [part for batch in batches for part in session.size.parts(batch, experience.trained_steps)]:
+        now = forward_on_recorded(session.run, algorithm, experience, rows, span)
+        log_probs[rows, span.start : span.stop] = now.log_prob.view(-1, len(span)).cpu()
+        if len(means):
+            means[rows, span.start : span.stop] = now.mean.unflatten(0, (-1, len(span))).cpu()
+    return log_probs, means

@@ -23,7 +23,7 @@ from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
 from retouch.training.noised import noised_copies, row_generators
 from retouch.training.session import Session
-from retouch.training.step import Step, step_positions
+from retouch.training.step import Step
 from retouch.training.supervised import warm_up
 
 
@@ -33,7 +33,7 @@ def train(run: Run) -> None:
     assert isinstance(algorithm, KtoConfig)
     with Session(run) as session:
         warm_up(session, algorithm)
-        for step in session.single_steps(run.config.training.max_steps, run.data, "kto"):
+        for step in session.steps_on_examples(run.config.training.max_steps, run.encoded_for_denoising, "kto"):
             train_step(session, algorithm, step)
         session.finish()
 
@@ -41,24 +41,19 @@ def train(run: Run) -> None:
 def train_step(session: Session, algorithm: KtoConfig, step: Step) -> None:
     """One optimizer step on labelled images."""
     run = session.run
-    ahead = step_positions(session, len(run.data), run.config.training.max_steps)
-    run.encoded_for_denoising.read_ahead([p for rows in ahead for p in rows])
-    run.costs.images += len(step.rows)
-    for attempt in step.attempts():
-        with attempt:
-            run.encoded_for_denoising.encode(step.positions)
-            pieces = session.pieces(algorithm.timesteps_per_image)
-            forwards = [(rows, piece) for rows in attempt.chunks() for piece in pieces]
-            with run.clock.part("train_forward"), run.policy.use("reference"):
-                references = [errors(session, algorithm, step, *forward) for forward in forwards]
-            compared = list(zip(forwards, references, strict=True))
-            with run.clock.part("train_forward"), run.policy.use(None):
-                gains = [r - errors(session, algorithm, step, *forward) for forward, r in compared]
-            shares = [g.mean(1).sum() * share_of(algorithm, f[1]) for f, g in zip(forwards, gains, strict=True)]
-            total = run.engine.sum(torch.stack(shares).sum())
-            baseline = kto_baseline(total / step.total.to(total.device))
-            for (rows, piece), reference in attempt.micro_batches(compared):
-                attempt.backward(*labels_loss(session, algorithm, step, rows, piece, reference, baseline))
+    with step:
+        run.encoded_for_denoising.encode(step.positions)
+        forwards = step.parts(algorithm.timesteps_per_image)
+        with run.clock.part("train_forward"), run.policy.use("reference"):
+            references = [errors(session, algorithm, step, *forward) for forward in forwards]
+        compared = list(zip(forwards, references, strict=True))
+        with run.clock.part("train_forward"), run.policy.use(None):
+            gains = [r - errors(session, algorithm, step, *forward) for forward, r in compared]
+        shares = [g.mean(1).sum() * share_of(algorithm, f[1]) for f, g in zip(forwards, gains, strict=True)]
+        total = run.engine.sum(torch.stack(shares).sum())
+        baseline = kto_baseline(total / step.normalizer.to(total.device))
+        for (rows, piece), reference in step.forwards(compared):
+            step.backward(*labels_loss(session, algorithm, step, rows, piece, reference, baseline))
 
 
 def labels_loss(
@@ -76,8 +71,8 @@ def labels_loss(
     items = session.run.data.items
     good = torch.tensor([label_of(items[p]) for p in chosen(step, rows)], dtype=torch.bool, device=found.device)
     weights = algorithm.good_weight, algorithm.bad_weight
-    total = step.total / share
-    loss, values = kto_loss(found, reference, good, algorithm.beta, *weights, baseline=baseline, normalizer=total)
+    normalizer = step.normalizer / share
+    loss, values = kto_loss(found, reference, good, algorithm.beta, *weights, baseline=baseline, normalizer=normalizer)
     return loss, values, len(rows) * share
 
 

@@ -10,7 +10,8 @@ Before the first update of an epoch whose old policy is the trained one (every e
 prediction is the policy's own, without gradient: the same loss and gradient without the forward of the old policy.
 
 Rewards with a `gradient_weight` add -s <v, g> on the same copies, where g = -d reward / d x0 at the sampled image
-(`pulls`): the gradient of minus the reward by the data x_t - s v that the velocity implies, with g held constant.
+(`scaled_reward_gradients`): the gradient of minus the reward by the data x_t - s v that the velocity implies, with g
+held constant.
 
 For an epsilon model the loss is that of the velocity that its prediction implies (`Schedule.as_flow`). An error of the
 noise is (a + b) / a times as large in that velocity, 15 times at SD1.5's noisiest timestep; rows are weighted by
@@ -25,7 +26,7 @@ all groups, the batch; `rollout.preset: reference` sets both); a rollout without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ from retouch.core.objectives.reward_gradient import linear_loss
 from retouch.core.reduce import region_of_kept, row_mean, weighted_mean, within
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.experience import Experience, experiences
+from retouch.training.experience import Experience, collect
 from retouch.training.noised import NoisedRows, noised_copies, row_generators
 from retouch.training.session import Session
 from retouch.training.step import Step
@@ -50,28 +51,24 @@ def train(run: Run) -> None:
     assert isinstance(algorithm, NftConfig)
     with Session(run) as session:
         warm_up(session, algorithm)
-        for _ in session.epochs():
-            train_epoch(session, algorithm)
+        for experience in session.epochs(Experience, collect, algorithm, "old"):
+            train_epoch(session, algorithm, experience)
         session.finish()
 
 
-def train_epoch(session: Session, algorithm: NftConfig) -> None:
-    """Rollouts of the old policy, the optimizer steps on them, then the old policy follows."""
+def train_epoch(session: Session, algorithm: NftConfig, experience: Experience) -> None:
+    """The optimizer steps on the rollouts of the old policy, then the old policy follows."""
     run = session.run
-    for experience in experiences(session, algorithm, policy="old"):
-        for step in session.steps(experience, experience.step_of):
-            for attempt in step.attempts():
-                with attempt:
-                    pieces = session.pieces(algorithm.timesteps_per_image)
-                    forwards = [(rows, piece) for rows in attempt.chunks() for piece in pieces]
-                    prepared = prepare(session, algorithm, experience, step, forwards)
-                    for micro in attempt.micro_batches(prepared):
-                        attempt.backward(*implicit_policies_loss(run, algorithm, experience, micro, step.total))
-            if step.ends_epoch:
-                taken = session.progress.step + 1 - algorithm.sft_steps
-                decay = old_policy_decay(taken, algorithm.old_policy)
-                run.policy.blend("old", decay)
-                session.progress.on_policy = decay == 0  # of the next epoch
+    for step in session.steps(experience):
+        with step:
+            prepared = prepare(session, algorithm, experience, step)
+            for micro in step.forwards(prepared):
+                step.backward(*implicit_policies_loss(run, algorithm, experience, micro, step.normalizer))
+        if step.ends_epoch:
+            taken = session.progress.step + 1 - algorithm.sft_steps
+            decay = old_policy_decay(taken, algorithm.old_policy)
+            run.policy.blend("old", decay)
+            session.progress.on_policy = decay == 0  # of the next epoch
 
 
 class Micro(NamedTuple):
@@ -82,7 +79,7 @@ class Micro(NamedTuple):
         piece: W of the noised copies of each row.
         noised: makes B x W noised copies, row-major, the same at each call. They are not kept between forwards: the
             conditions of a step would fill a GPU.
-        old: [B · W, C, h, w] as the network predicts; None while the policy is the old one (`Step.fresh`).
+        old: [B · W, C, h, w] as the network predicts; None while the policy is the old one (see `prepare`).
         reference: the same of the reference; None without a KL.
     """
 
@@ -93,22 +90,17 @@ class Micro(NamedTuple):
     reference: Tensor | None
 
 
-def prepare(
-    session: Session,
-    algorithm: NftConfig,
-    experience: Experience,
-    step: Step,
-    forwards: Sequence[tuple[Tensor, range]],
-) -> list[Micro]:
+def prepare(session: Session, algorithm: NftConfig, experience: Experience, step: Step) -> list[Micro]:
     """Compute the predictions of the snapshots for every forward of a step (rows, and a piece of their noised copies),
     before the policy's first forward: weights must not be swapped between a forward and its backward."""
     run, position = session.run, session.progress.position
     run.encoded_for_denoising.encode(step.positions)
+    forwards = step.parts(algorithm.timesteps_per_image)
     noised = [partial(noised_rows, run, algorithm, experience, *forward, position) for forward in forwards]
     old: list[Tensor | None] = [None] * len(noised)
     reference: list[Tensor | None] = [None] * len(noised)
     with run.clock.part("train_forward"):
-        if not step.fresh:
+        if not step.before_first_update:
             with run.policy.use("old"):
                 old = [predict(run, make()) for make in noised]
         if algorithm.kl_weight:

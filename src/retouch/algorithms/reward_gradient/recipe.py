@@ -37,9 +37,9 @@ from retouch.rewards.gradient import PixelReward, pixel_rewards
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
-from retouch.training.experience import evenly_dealt
+from retouch.training.dealing import evenly_dealt
+from retouch.training.experience import items_by_row, own_rows, rewarded_samples
 from retouch.training.pixel_gradients import divisor, latent_gradient, refuse_lost_gradients, region_rms
-from retouch.training.rollouts import rewarded_groups
 from retouch.training.session import Session
 from retouch.training.step import Step
 from retouch.training.supervised import warm_up
@@ -77,9 +77,8 @@ def train(run: Run) -> None:
     assert isinstance(algorithm, RewardGradientConfig)
     with Session(run) as session:
         warm_up(session, algorithm)
-        for _ in session.epochs():
-            rows = session.kept(TrainedSteps) or collect(session, algorithm)
-            for step in session.steps(rows, rows.step_of):
+        for rows in session.epochs(TrainedSteps, collect, algorithm):
+            for step in session.steps(rows):
                 train_step(session, algorithm, rows, step)
         session.finish()
 
@@ -88,14 +87,13 @@ def train_step(session: Session, algorithm: RewardGradientConfig, rows: TrainedS
     """One optimizer step. The reference predicts before the policy's first forward: weights must not be swapped between
     a forward and its backward."""
     run = session.run
-    for attempt in step.attempts():
-        with attempt:
-            micros = [Micro(chosen, None) for chosen in attempt.chunks()]
-            if algorithm.kl_weight:
-                with run.clock.part("train_forward"), run.policy.use("reference"):
-                    micros = [Micro(chosen, predict(run, rows, chosen)) for chosen, _ in micros]
-            for micro in attempt.micro_batches(micros):
-                attempt.backward(*reward_gradient_loss(run, algorithm, rows, micro, step.total))
+    with step:
+        micros = [Micro(chosen, None) for chosen in step.chunks()]
+        if algorithm.kl_weight:
+            with run.clock.part("train_forward"), run.policy.use("reference"):
+                micros = [Micro(chosen, predict(run, rows, chosen)) for chosen, _ in micros]
+        for micro in step.forwards(micros):
+            step.backward(*reward_gradient_loss(run, algorithm, rows, micro, step.normalizer))
 
 
 class Micro(NamedTuple):
@@ -143,13 +141,11 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
         Stopped: asked to stop between batches.
     """
     run, engine = session.run, session.run.engine
-    rollouts, rewards = rewarded_groups(session, algorithm, None)
-    n = len(rollouts.slots)
-    own = slice(engine.rank * n, (engine.rank + 1) * n)
-    usable = rewards.usable[own]
-    states = torch.cat([path.latents for path in rollouts.trajectories])  # [n, S + 1, C, h, w]
-    items = rollouts.items
-    trained = [steps_of(algorithm, run.config.rollout.num_steps, seed) for seed in rollouts.seeds]
+    samples, scores, rewards = rewarded_samples(session, algorithm, None)
+    own = own_rows(engine, rewards)
+    usable, states = rewards.usable[own], samples.latents  # [n, S + 1, C, h, w]
+    items = items_by_row(rewards.padding[own], scores)
+    trained = [trained_denoising_steps(algorithm, run.config.rollout.num_steps, seed) for seed in samples.seed.tolist()]
     steps = torch.tensor(trained, dtype=torch.int64)
     gradient = torch.zeros(*steps.shape, *states.shape[2:], dtype=torch.float32)
     coefficient = torch.zeros(steps.shape, dtype=torch.float32)
@@ -159,7 +155,7 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
         for i in usable.nonzero().flatten().tolist():
             item = items[i]
             assert item is not None, "padding is not usable"
-            found = sample_gradient(run, algorithm, scorers, states[i], steps[i], item, rewards.position[own][i])
+            found = sample_gradient(run, algorithm, scorers, states[i], steps[i], item, samples.position[i])
             if isinstance(found, Failure):
                 failures.append(found)
                 usable[i] = False
@@ -167,8 +163,8 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
                 gradient[i], coefficient[i] = found
     refuse_lost_gradients(session, int((~rewards.padding[own]).sum()), failures)
     rows = TrainedSteps(
-        position=rewards.position[own].repeat_interleave(steps.shape[1]),
-        seed=torch.tensor(rollouts.seeds, dtype=torch.int64).repeat_interleave(steps.shape[1]),
+        position=samples.position.repeat_interleave(steps.shape[1]),
+        seed=samples.seed.repeat_interleave(steps.shape[1]),
         step=steps.flatten(),
         latents=states_before(states, steps, run.config.rollout.num_steps).flatten(0, 1),
         gradient=gradient.flatten(0, 1),
@@ -181,7 +177,7 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
     return evenly_dealt(engine, rows, engine.gather(rows.weight).cpu(), session.shared_steps)
 
 
-def steps_of(algorithm: RewardGradientConfig, num_steps: int, seed: int) -> list[int]:
+def trained_denoising_steps(algorithm: RewardGradientConfig, num_steps: int, seed: int) -> list[int]:
     """Indices of the denoising steps that a sample trains."""
     last = range(num_steps - (algorithm.last_steps or num_steps), num_steps)
     if algorithm.trained_step == "random":

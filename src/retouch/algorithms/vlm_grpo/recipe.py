@@ -32,14 +32,13 @@ from retouch.algorithms.vlm_grpo.run import PromptOrder, Rows, VlmRun, build_run
 from retouch.algorithms.vlm_grpo.scoring import ScoredCompletion, noise_seeds, reward_means, scored_grid
 from retouch.algorithms.vlm_grpo.trainer import RunTrainer, adapter_config, trl_arguments
 from retouch.config import RunConfig
-from retouch.config.check import warnings_of
 from retouch.data.sampler import curriculum_order
 from retouch.engine import Launched, gather_list
 from retouch.engine.checkpoint import verify_once
 from retouch.engine.saved import sound_state
 from retouch.engine.zero import note_compiling
-from retouch.observe.log import header, log_cost
 from retouch.observe.run_dir import read_metrics
+from retouch.training.opening import log_header, open_run
 from retouch.training.resume import (
     evaluation_stands,
     has_finished,
@@ -53,7 +52,6 @@ from retouch.training.scoring import (
     raise_together,
     refuse_failures,
     tally_of,
-    wait_for_rewards,
 )
 from retouch.types import Scores
 
@@ -96,9 +94,7 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
     every = config.training.eval_every
     due = step == 0 or (bool(every) and step % every == 0 and step < config.training.max_steps)
     stands = evaluation_stands(read_metrics(metrics), step, run.rewards)
-    run.dir.open(None if folder is None else step, evaluated=stands or not due, checkpoint=folder)
-    run.rewards.start(gather_list)
-    wait_for_rewards(run.rewards, config.reward_client)
+    open_run(run, gather_list, folder, step, evaluated=stands or not due)
     if arguments.use_vllm:
         name_for_vllm(run)
         processes: Any = arguments.distributed_state
@@ -108,11 +104,7 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
     trainer = VlmTrainer(run, arguments)
     missing = ("eval", step) not in [(record["kind"], record["step"]) for record in read_metrics(metrics)]
     trainer.owes_evaluation = trainer.any_rank(run.dir.main and due and missing)
-    logger.info("%s", header(config, run.derived, trainer.trained_parameters(), folder))
-    if run.dir.main:
-        log_cost(config, run.derived.world_size)
-    for line in warnings_of(config, run.derived.world_size) if run.dir.main else ():
-        logger.warning("%s", line)
+    log_header(run, trainer.trained_parameters(), folder)
     with trainer.stops.handling_signals(), run.dir.bar(run.clock, lambda: "rl", step):
         try:
             trainer.train(resume_from_checkpoint=str(folder) if folder else None)

@@ -26,7 +26,7 @@ from retouch.observe.timing import Stopwatch
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.sampler import broken_rows, to_uint8
 from retouch.training.evaluation import Evaluation, measures
-from retouch.training.scoring import items_of, settle, submitted
+from retouch.training.scoring import items_of, settle
 from retouch.types import Example, Outcome, Score, Scores
 
 KEPT_NEGATIVES = 64
@@ -95,7 +95,7 @@ class CompletionScorer:
         items = [item for one, end in zip(generated, ended, strict=True) for item in _items(one, end)]
         broken = [i * each + k for i, one in enumerate(generated) for k in one.broken]
         with clock.part("reward_wait"):
-            pending = submitted(run.rewards, items, broken, training=training)
+            pending = run.rewards.submit(items, broken=broken, training=training)
             [scores] = settle(run.rewards, [pending], run.config.reward_client, training=training)
         return _with_scores(generated, scores, each), scores
 

@@ -32,23 +32,23 @@ def grpo_loss(
     weight: Tensor | None = None,
     normalizer: Tensor | float | None = None,
     step_weight: Tensor | None = None,
-    far: Tensor | None = None,
+    kl_exceeded: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """mean max(-A r, -A clip(r, 1 - c, 1 + c)), r = exp(log_prob - old_log_prob).
 
-    With `far` there is no clip, but Flow-DPPO's mask (arXiv 2606.11025): the mean of -A r, without the steps where the
-    policy is far from the old one and r has already moved in the direction of A. With mean-reduced log-probabilities
-    ratios stay within about 1e-3 of 1, and `clip_range` is 1e-5 .. 1e-3; the 0.2 of
-    language models would never clip.
+    With `kl_exceeded` there is no clip, but Flow-DPPO's mask (arXiv 2606.11025): the mean of -A r, without the steps
+    where the policy is far from the old one and r has already moved in the direction of A. With mean-reduced
+    log-probabilities ratios stay within about 1e-3 of 1, and `clip_range` is 1e-5 .. 1e-3; the 0.2 of language models
+    would never clip.
 
     Args:
         log_prob: [B] or [B, W], with gradient.
         old_log_prob: same shape, what the sampler recorded.
         advantages: [B].
         weight: [B]; rows of weight 0 are inert.
-        clip_range: c; None with `far`.
+        clip_range: c; None with `kl_exceeded`.
         step_weight: same shape as log_prob; what each step's surrogate is multiplied by (see `guard_log_probs`).
-        far: bool, same shape as log_prob; whether the KL of the old policy's step to the policy's is over a limit.
+        kl_exceeded: bool, same shape as log_prob: the KL of the old policy's step to the policy's is over a limit.
 
     Returns:
         The loss, and per-row-mean metrics: `ratio`, `clip_fraction` (share that is clipped or masked), `approx_kl` (k3
@@ -60,27 +60,29 @@ def grpo_loss(
         )
     if advantages.shape != log_prob.shape[:1]:
         raise ValueError(f"advantages have shape {tuple(advantages.shape)}; they must be [B] = [{log_prob.shape[0]}]")
-    for name, given in (("step_weight", step_weight), ("far", far)):
+    for name, given in (("step_weight", step_weight), ("kl_exceeded", kl_exceeded)):
         if given is not None and given.shape != log_prob.shape:
             raise ValueError(
                 f"{name} has shape {tuple(given.shape)}; it must be that of log_prob, {tuple(log_prob.shape)}"
             )
-    if (clip_range is None) == (far is None):
-        raise ValueError(f"clip_range is {clip_range} and far is {'not ' if far is not None else ''}None; give one")
+    if (clip_range is None) == (kl_exceeded is None):
+        raise ValueError(
+            f"clip_range is {clip_range} and kl_exceeded is {'not ' if kl_exceeded is not None else ''}None; give one"
+        )
     log_prob, old_log_prob, advantages = working(log_prob), working(old_log_prob), working(advantages)
     kept = row_weights(weight, log_prob)
     a = torch.where(kept != 0, advantages, torch.zeros_like(advantages))
     a, alive = (a, kept != 0) if log_prob.ndim == 1 else (a[:, None], (kept != 0)[:, None])
     log_ratio = torch.where(alive, log_prob - old_log_prob, 0.0)
     ratio = log_ratio.exp()
-    if far is not None:
-        held = far & (a * log_ratio > 0)
+    if kl_exceeded is not None:
+        clipped = kl_exceeded & (a * log_ratio > 0)
         # a ratio may overflow, and inf times 0 is NaN in a backward
-        rows = torch.where(held, 0.0, -a * log_ratio.masked_fill(held, 0.0).exp())
+        rows = torch.where(clipped, 0.0, -a * log_ratio.masked_fill(clipped, 0.0).exp())
     else:
         assert clip_range is not None
         rows = torch.maximum(-a * ratio, -a * ratio.clamp(1 - clip_range, 1 + clip_range))
-        held = ((ratio < 1 - clip_range) & (a < 0)) | ((ratio > 1 + clip_range) & (a > 0))
+        clipped = ((ratio < 1 - clip_range) & (a < 0)) | ((ratio > 1 + clip_range) & (a > 0))
     rows = rows if step_weight is None else rows * step_weight
     loss = weighted_mean(rows, weight, normalizer)
     with torch.no_grad():
@@ -88,7 +90,7 @@ def grpo_loss(
         flat = log_ratio.abs() if log_ratio.ndim == 1 else log_ratio.abs().amax(1)
         metrics = {
             "ratio": weighted_mean(ratio, live),
-            "clip_fraction": weighted_mean(held.to(ratio.dtype), live),
+            "clip_fraction": weighted_mean(clipped.to(ratio.dtype), live),
             "approx_kl": weighted_mean(ratio - 1 - log_ratio, live),
             "max_abs_log_ratio": torch.cat([flat * live, live.new_zeros(1)]).max(),  # 0 of no rows
         }
