@@ -121,11 +121,12 @@ def _hub_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def signs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders `targets`, `prompts` (no targets) and `held_out`."""
-    root = tmp_path_factory.mktemp("signs")
-    write_signs(root / "targets", draw_words(8, "train", 1), SIZE, 1)
-    write_signs(root / "prompts", draw_words(8, "train", 2), SIZE, 2, with_targets=False, first_id=100)
-    write_signs(root / "held_out", draw_words(4, "held_out", 3), SIZE, 3, first_id=200)
-    return root
+    with made_once(tmp_path_factory, "signs") as (root, made):
+        if not made:
+            write_signs(root / "targets", draw_words(8, "train", 1), SIZE, 1)
+            write_signs(root / "prompts", draw_words(8, "train", 2), SIZE, 2, with_targets=False, first_id=100)
+            write_signs(root / "held_out", draw_words(4, "held_out", 3), SIZE, 3, first_id=200)
+        return root
 
 
 @pytest.fixture
