@@ -41,7 +41,7 @@ from tests.rewards.openai_server import KEY, OpenAIServer
 HERE = "tests.benchmarks_room.test_observed"
 
 
-_OUTPUTS = 6  # of each benchmark
+_OUTPUTS = 3  # of each benchmark
 
 
 def benchmark(name: str, path: Path, **options: Any) -> Benchmark:
