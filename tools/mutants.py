@@ -35,7 +35,9 @@ from tools.fragments import Place, Tree, locate, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tools" / "mutants.toml"
-COPIED = ("src", "tests", "tools", "benchmarks", "configs", "pyproject.toml")
+UNREAD = ("runs", "build", "dist", "site")
+"""Folders of the repository that no test reads."""
+COPIED = tuple(path.name for path in ROOT.iterdir() if not path.name.startswith(".") and path.name not in UNREAD)
 TIMEOUT_S = 600
 
 PASSED, FAILED, ELSEWHERE = 0, 1, 70
