@@ -57,8 +57,9 @@ audit: .venv/.installed ## Compare packages with their pinned hashes, and look u
 	$(BIN)/pip-audit --strict --disable-pip --require-hashes -r tools/hashes.txt || \
 	  { echo "audit: a vulnerability, or a package that could not be looked up (no network, or an index without its versions)"; exit 1; }
 
+# Beside `make test-ci` in CI: it keeps no record of its own of what failed, which is that of `make repeat`.
 environments: .venv/.installed ## Resolve the packages of every reward environment, without installing them
-	$(TEST) $(WORKERS) -q -m full tests/rewards/test_environments.py
+	$(TEST) -q -p no:cacheprovider -m full tests/rewards/test_environments.py
 
 test-slow: .venv/.installed ## Run the tests that take minutes
 	$(TEST) -m slow
@@ -91,21 +92,28 @@ clean: ## Remove .venv and caches, but not runs/
 	rm -rf .venv .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist site
 	find src tests examples benchmarks tools -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
-# the extras of the demo
-.venv/.runtime: pyproject.toml constraints.txt
+# A virtual environment with the extras that are given, by one call of pip.
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "retouch needs Python 3.11 or newer, and '$(PYTHON)' is older; set PYTHON: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@$(PYTHON) -m venv .venv || { \
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu, install the package python3-venv" >&2; exit 2; }
 	@echo "installing into .venv ..."
-	$(PIP) -e ".[train,serve,ocr]"
+	$(PIP) -e ".[$(1)]"
 	@$(BIN)/python -c "import retouch.cli, torch, diffusers.models, transformers, accelerate, peft, rapidocr"
+endef
+OF_DEMO := train,serve,ocr
+OF_TESTS := $(OF_DEMO),vlm,mmmg,quantize,wandb,dev
+
+# the extras of the demo
+.venv/.runtime: pyproject.toml constraints.txt
+	$(call install,$(OF_DEMO))
 	@touch $@
 
-# the extras of the tests
-.venv/.installed: .venv/.runtime
-	$(PIP) -e ".[train,serve,ocr,vlm,mmmg,quantize,wandb,dev]"
-	@touch $@
+# those of the tests, too
+.venv/.installed: pyproject.toml constraints.txt
+	$(call install,$(OF_TESTS))
+	@touch .venv/.runtime $@
 
 # DeepSpeed's setup imports torch; its operators are compiled at their first use
 .venv/.deepspeed: .venv/.installed

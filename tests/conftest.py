@@ -5,14 +5,17 @@ One torch thread per test process: the networks are tiny, and workers share the 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import gc
 import importlib.metadata
 import os
 import signal
+import ssl
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import yaml
 from hypothesis import settings
 
 from retouch.config import RunConfig, parse_run, yaml12
+from retouch.families import tiny
 from retouch.tiny.signs import (
     draw_words,
     write_signs,
@@ -65,6 +69,8 @@ def pytest_sessionstart() -> None:
     os.fsync = lambda fd: None
     yaml12.parse = remembered.parses(yaml12.parse)
     importlib.metadata.version = functools.cache(importlib.metadata.version)  # every run asks for those of its packages
+    ssl.create_default_context = functools.cache(ssl.create_default_context)  # every client reads the authorities
+    tiny.tiny_pipeline = remembered.pipelines(tiny.tiny_pipeline)
 
 
 LONG = ("tests/distributed/", "tests/test_secrets.py", "tests/algorithms/test_killed.py", "tests/examples/")
@@ -85,6 +91,7 @@ def pytest_collection_finish() -> None:
         vars(loading)["read_component"] = remembered.components(vars(loading)["read_component"])
     if meta := sys.modules.get("retouch.families.meta"):
         vars(meta)["component_on_meta"] = remembered.networks_on_meta(vars(meta)["component_on_meta"])
+        vars(meta)["_from_config"] = remembered.released_on_meta(vars(meta)["_from_config"])
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -114,11 +121,12 @@ def _hub_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def signs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders `targets`, `prompts` (no targets) and `held_out`."""
-    root = tmp_path_factory.mktemp("signs")
-    write_signs(root / "targets", draw_words(8, "train", 1), SIZE, 1)
-    write_signs(root / "prompts", draw_words(8, "train", 2), SIZE, 2, with_targets=False, first_id=100)
-    write_signs(root / "held_out", draw_words(4, "held_out", 3), SIZE, 3, first_id=200)
-    return root
+    with made_once(tmp_path_factory, "signs") as (root, made):
+        if not made:
+            write_signs(root / "targets", draw_words(8, "train", 1), SIZE, 1)
+            write_signs(root / "prompts", draw_words(8, "train", 2), SIZE, 2, with_targets=False, first_id=100)
+            write_signs(root / "held_out", draw_words(4, "held_out", 3), SIZE, 3, first_id=200)
+        return root
 
 
 @pytest.fixture
@@ -148,12 +156,12 @@ def config(run_file: Callable[..., dict[str, Any]]) -> Callable[..., RunConfig]:
 @pytest.fixture(scope="session")
 def finished(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The directory of a finished run that trained "full" or "lora" weights: two steps of warm-up, two of RL, averaged,
-    at a learning rate that shows. Made on first use; do not write to it."""
-    made: dict[str, Path] = {}
+    at a learning rate that shows. Made on first use, for all workers; do not write to it."""
 
     def directory(kind: str) -> Path:
-        if kind not in made:
-            root = tmp_path_factory.mktemp(kind)
+        with made_once(tmp_path_factory, f"finished-{kind}") as (root, made):
+            if made:
+                return root / kind
             train = {"kind": "full"} if kind == "full" else {"kind": "lora", "rank": 4, "alpha": 8}
             run = small_run(
                 signs,
@@ -168,10 +176,23 @@ def finished(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
             (root / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
             outcome = retouch("train", root / "run.yaml")
             assert outcome.code == 0, outcome.err
-            made[kind] = root / kind
-        return made[kind]
+            return root / kind
 
     return directory
+
+
+@contextlib.contextmanager
+def made_once(factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[Path, bool]]:
+    """A folder of that name, which the workers share, and whether one of them has filled it; what is written inside
+    counts unless it raises, and the others wait for it."""
+    base = factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    root.mkdir(exist_ok=True)
+    with Path(f"{root}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = root / "done"
+        yield root, done.exists()
+        done.touch()
 
 
 def small_run(signs: Path, runs: Path, **overrides: Any) -> dict[str, Any]:

@@ -52,6 +52,25 @@ def networks_on_meta(build: Callable[[Path, str], Any]) -> Callable[[Path, str],
     return remembered
 
 
+def pipelines(build: Callable[..., Any]) -> Callable[..., Any]:
+    """`tiny_pipeline`, which makes the random weights of a family and a seed once."""
+    once = functools.lru_cache(32)(lambda *given: _Kept(build(*given)))
+    return lambda family, seed=0, *given: once(family, seed, *given).copy()
+
+
+def released_on_meta(build: Callable[..., Any]) -> Callable[..., Any]:
+    """What makes a network of its released size on the meta device, once."""
+    kept: dict[str, _Kept] = {}
+
+    def remembered(kind: str, config: Any) -> Any:
+        key = f"{kind} {sorted(config.items())}"
+        if key not in kept:
+            kept[key] = _Kept(build(kind, config))
+        return kept[key].copy()
+
+    return remembered
+
+
 class _Kept:
     """Copies of an object as `copy.deepcopy` makes them, in a quarter of its time: all but the tensors is pickled once.
     What cannot be pickled is copied as it is."""

@@ -28,6 +28,14 @@ def test_the_list_names_tests_that_exist() -> None:
     assert not missing, "run: make test-ci && python tools/durations.py .venv/durations-test-ci.json"
 
 
+def test_the_pages_name_the_limits() -> None:
+    limit, alarm = (f"{seconds:g}".removeprefix("0") for seconds in (tiers.LIMIT_S, tiers.ALARM_S))
+    guide = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    assert f"every test that costs less than {limit} processor seconds" in guide
+    assert f"names the tests over {alarm} s that are not in the list" in guide
+    assert f'"ci: costs {limit} processor seconds or more' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
 def test_nine_of_ten_mutants_have_a_test_in_make_test() -> None:
     mutants, record = load(), tiers.read()
     slow = [mutant.name for mutant in mutants if not in_fast_tier(mutant, record)]

@@ -35,7 +35,9 @@ from tools.fragments import Place, Tree, locate, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tools" / "mutants.toml"
-COPIED = ("src", "tests", "tools", "benchmarks", "configs", "pyproject.toml")
+UNREAD = ("runs", "build", "dist", "site")
+"""Folders of the repository that no test reads."""
+COPIED = tuple(path.name for path in ROOT.iterdir() if not path.name.startswith(".") and path.name not in UNREAD)
 TIMEOUT_S = 600
 
 PASSED, FAILED, ELSEWHERE = 0, 1, 70
@@ -130,23 +132,25 @@ def functions(file: Path) -> frozenset[str]:
     return frozenset(re.findall(r"^def (\w+)", text, re.MULTILINE))
 
 
-def copy_tree(source: Path, target: Path) -> None:
+def copy_tree(source: Path, target: Path, compiled: bool = True) -> None:
+    """Files have the times of their originals, which those that are compiled name."""
+    ignore = None if compiled else shutil.ignore_patterns("__pycache__")
     for name in COPIED:
         if (source / name).is_dir():
-            shutil.copytree(source / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source / name, target / name, ignore=ignore)
         else:
             shutil.copy(source / name, target / name)
 
 
 def run_tests(root: Path, tests: Iterable[str]) -> tuple[int, str]:
-    """pytest on a copy -> (exit code, output)."""
+    """pytest on a copy, until a test fails -> (exit code, output)."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(root / "src"), os.environ.get("PYTHONPATH")])),
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONDONTWRITEBYTECODE": "",  # what the run without any fault compiles is copied
         "OMP_NUM_THREADS": "1",
     }
-    options = ["-q", "--no-header", "--show-capture=no", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    options = ["-q", "-x", "--no-header", "--show-capture=no", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
     command = [sys.executable, "-c", CHILD, *options, *tests]
     try:
         done = subprocess.run(
@@ -221,7 +225,7 @@ def main() -> None:
         sys.exit("stale entries in tools/mutants.toml:\n  " + "\n  ".join(stale))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         original = Path(folder).resolve()
-        copy_tree(ROOT, original)  # the sources may change while this runs
+        copy_tree(ROOT, original, compiled=False)  # the sources may change while this runs
         started = time.monotonic()
         code, output = run_tests(original, dict.fromkeys(test for mutant in mutants for test in mutant.tests))
         if code != PASSED:

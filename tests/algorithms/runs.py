@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,9 @@ def labelled(signs: Path, folder: Path, labels: tuple[Any, Any] = ("good", "bad"
         reference = Path(str(source).replace("_source", "_ref"))
         entries.append(own | files | ({"reference_path": str(reference)} if reference.is_file() else {}))
     path = folder / "labels.json"
-    path.write_text(json.dumps(entries), encoding="utf-8")
-    return path
+    written = folder / f"labels-{os.getpid()}.json"
+    written.write_text(json.dumps(entries), encoding="utf-8")
+    return written.replace(path)  # whole at any time: the signs are those of all workers
 
 
 class Scripted:

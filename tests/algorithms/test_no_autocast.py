@@ -10,13 +10,14 @@ import torch
 from retouch.training.step import forward_precision
 
 from .runs import Config, brightness, of_kind, train, weights
+from .test_cells import path_of
 
 
 @pytest.mark.parametrize("family", ["flux_fill", pytest.param("sd_inpaint", marks=pytest.mark.full)])
 def test_training_is_on_policy_and_resumes_bitwise(family: str, config: Config, scripted: Any) -> None:
     scripted(brightness)
     given = config(
-        model={"family": family, "path": "tiny", "dtype": "bf16", "train": {"kind": "lora", "rank": 3}},
+        model={"family": family, "path": path_of(family), "dtype": "bf16", "train": {"kind": "lora", "rank": 3}},
         optimizer={"lr": 3e-3, "batch_size_per_device": 1, "gradient_accumulation": 2},
         rollout__batch_size_per_device=1,
         rollout__window={"size": 1},

@@ -146,7 +146,7 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, bool]]:
         pytest.param({}, {(gpu.SHORTEST, False)}, marks=pytest.mark.full),
         pytest.param({"prompt_tokens": 96, "rows": 2, "profile": True}, {(96, False)}, marks=pytest.mark.full),
         pytest.param({"prompt_tokens": 60}, {(64, True)}, marks=pytest.mark.full),
-        ({"prompt_tokens": 60, "no_mask": True}, {(64, False)}),
+        pytest.param({"prompt_tokens": 60, "no_mask": True}, {(64, False)}, marks=pytest.mark.full),
     ],
     ids=["as_it_is", "of_one_length", "of_no_bucket", "without_mask"],
 )

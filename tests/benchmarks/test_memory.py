@@ -42,6 +42,7 @@ def test_a_storage_counts_once_with_its_gradient() -> None:
     del views
 
 
+@pytest.mark.full
 def test_what_a_run_holds_is_what_is_counted(tmp_path: Path) -> None:
     """Weights, gradients, moments, the average and the reference of a network that is trained whole."""
     row = memory.measure("sd_inpaint-full-tiny", tmp_path)

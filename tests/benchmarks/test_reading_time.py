@@ -26,6 +26,7 @@ def test_the_cost_of_a_run_has_the_measured_seconds() -> None:
     assert 1.5 * SECONDS_A_PAGE < measured[1024][0] < 2.5 * SECONDS_A_PAGE
 
 
+@pytest.mark.full
 def test_pages_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     result = reading_time.main(["--images", "1", "--out", str(out)])

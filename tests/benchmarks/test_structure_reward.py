@@ -139,7 +139,7 @@ def test_with_reward_gradients_the_second_reward_ends_where_true_signs_are_and_g
     assert alone["held_out"][-1]["glyph_structure"] < 0.6 and both["held_out"][-1]["glyph_structure"] > 0.88
 
 
-@pytest.mark.parametrize(("boxes", "value"), [("equal", 0.67), ("fitted", 0.88)])
+@pytest.mark.parametrize(("boxes", "value"), [pytest.param("equal", 0.67, marks=pytest.mark.full), ("fitted", 0.88)])
 def test_values_of_whole_small_letters(boxes: Literal["equal", "fitted"], value: float) -> None:
     """Signs as they are in the data, right by construction."""
     signs = [draw_sign(word, (32, 64), 3) for word in draw_words(96, "held_out", 3)]

@@ -41,7 +41,7 @@ from tests.rewards.openai_server import KEY, OpenAIServer
 HERE = "tests.benchmarks_room.test_observed"
 
 
-_OUTPUTS = 6  # of each benchmark
+_OUTPUTS, _READ = 6, 3  # of each benchmark: with an image, and whose keys are compared
 
 
 def benchmark(name: str, path: Path, **options: Any) -> Benchmark:
@@ -239,7 +239,7 @@ def observed(given: Benchmark, images: Path) -> tuple[Keys, Received]:
     revisions = {name: entry.make().spec.revision for name, entry in given.rewards.items()}
     digests = reward_digests(given.rewards, revisions)
     entries = [told(entry, revisions[name]) for name, entry in given.rewards.items()]
-    found, _ = reader.found(images, outputs_of(given, data.items)[:_OUTPUTS])
+    found, _ = reader.found(images, outputs_of(given, data.items)[:_READ])
     keys = {one.output.file: (one.asked, digests) for one in found}
     received = {one.output.file: (*content(reader.item(one.output, one.path, LruCache(1))), *entries) for one in found}
     return keys, received

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection import default
-
 from .conftest import REPOSITORY, TINY
 
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
@@ -114,20 +112,27 @@ USAGE_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("arguments", default(USAGE_ERRORS, USAGE_ERRORS[1:8].__contains__))
-def test_a_usage_error_imports_no_torch(arguments: list[str], tmp_path: Path) -> None:
-    """It is reported within a second, not after the seconds that torch takes to import."""
+@pytest.mark.parametrize(
+    "errors",
+    [pytest.param(USAGE_ERRORS, id="all"), *(pytest.param([one], marks=pytest.mark.full) for one in USAGE_ERRORS)],
+)
+def test_a_usage_error_imports_no_torch(errors: list[list[str]], tmp_path: Path) -> None:
+    """It is reported within a second, not after the seconds that torch takes to import: one after the other in the same
+    interpreter, or each in its own."""
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
     code = f"""
 import os
 from retouch.cli import main
 os.chdir({str(tmp_path)!r})
-sys.argv = ["retouch", *{arguments!r}]
-try:
-    main()
-except SystemExit as end:
-    assert end.code == 2
+for arguments in {errors!r}:
+    sys.argv = ["retouch", *arguments]
+    try:
+        main()
+        raise AssertionError(arguments)
+    except SystemExit as end:
+        assert end.code == 2, (arguments, end.code)
+    assert "torch" not in sys.modules, arguments
 """
     assert heavy_modules_after(code) == []
 

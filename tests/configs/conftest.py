@@ -170,7 +170,7 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         has_references = published["data"]["format"] != "prompts"
         score = "style: {image_encoder: tiny, gate: 0, detect: false}" if has_references else "jpeg_size: {}"
         overrides += [f"rewards={{{score}}}", "evaluation.on_gold_fall=warn"]
-    overrides += ["optimizer.batch_size_per_device=4", "optimizer.gradient_accumulation=2"]
+    overrides += ["optimizer.batch_size_per_device=2", "optimizer.gradient_accumulation=2"]
     overrides += ["evaluation.num_examples=1", "evaluation.grid_examples=1", "evaluation.num_steps=1"]
     overrides += ["rollout.batch_size_per_device=4"]
     if sections["evaluation.data"]:
@@ -182,12 +182,12 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
     if rollout.get("window"):
         overrides += [f"rollout.window.size={min(2, rollout['window']['size'])}"]
     warmup = min(1, algorithm.get("sft_steps", 0))
-    group = min(4, rollout["group_size"])
+    group = min(2, rollout["group_size"])
     return [
         *overrides,
         "rollout.num_steps=4",
         f"rollout.group_size={group}",
-        f"rollout.global_groups_per_batch={8 // group}",
+        f"rollout.global_groups_per_batch={4 // group}",
         "rollout.batches_per_epoch=1",
         f"algorithm.sft_steps={warmup}",
         f"training.max_steps={warmup + 1}",

@@ -174,7 +174,7 @@ GLOBAL = ("optimizer.global_batch_size=4", "optimizer.batch_size_per_device=2")
 """Keys of the published files: warm-up steps of 4 rows, and three steps of 3 of an epoch's 9 images."""
 
 
-@pytest.mark.parametrize("groups_left_out", ["", "1"])
+@pytest.mark.parametrize("groups_left_out", [pytest.param("", marks=pytest.mark.full), "1"])
 def test_a_file_is_the_same_run_on_two_processes(run_yaml: Path, groups_left_out: str) -> None:
     """No key is changed between them: each of several steps of an epoch trains on the same images."""
     four = ("rollout.group_size=2", "rollout.global_groups_per_batch=4", "algorithm.sft_steps=0", "ema=null")

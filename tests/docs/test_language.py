@@ -78,6 +78,11 @@ ANSWER = "of this picture"
 def test_lint_checks_pages_help_and_source() -> None:
     lint = (language.REPOSITORY / "Makefile").read_text(encoding="utf-8")
     assert "tools/language.py" + "".join(f" --scope {scope}" for scope in language.SCOPES) in lint
+
+
+@pytest.mark.full
+def test_source_is_all_of_it() -> None:
+    """What `make lint` reads for the same seconds."""
     files = {text.file for text in language.source()}
     assert {"src/retouch/api.py", "src/retouch/config/run.py", "src/retouch/rewards/server/worker.py"} <= files
 

@@ -53,7 +53,7 @@ def client_of(*urls: str, rewards: list[str] = REWARDS, **options: Any) -> Rewar
     rows([*product(WAYS, BALANCES)], [(way, BALANCES[n % 2]) for n, way in enumerate(WAYS) if way not in LIKE_500]),
 )
 def test_a_broken_server_takes_no_traffic_from_a_sound_one(way: str, balance: str) -> None:
-    """320 items: of the fast broken server, as of one that is away, only what opens its breaker is asked."""
+    """160 items: of the fast broken server, as of one that is away, only what opens its breaker is asked."""
     rewards = [kit.REWARD] if way == "other names" else REWARDS
     timeout = 5.0 if way in SLOW else 30.0
     with (
@@ -61,10 +61,10 @@ def test_a_broken_server_takes_no_traffic_from_a_sound_one(way: str, balance: st
         kit.broken(WAYS[way]) as (url, reached),
         client_of(url, good.url, rewards=rewards, balance=balance, timeout_s=timeout) as client,
     ):
-        batch = kit.items(320)
+        batch = kit.items(160)
         found = client.score(batch)
         bad, sound = client._balancer.servers
-        assert [kit.right(batch, found[name]) for name in rewards] == [320] * len(rewards)
+        assert [kit.right(batch, found[name]) for name in rewards] == [160] * len(rewards)
         assert sound.failures == 0 and (not bad.sound or way in SLOW)
         assert client.statistics.attempts <= 1.2 * client.statistics.requests + 5
         assert reached() <= BREAKER_FAILURES + 2 * client.options.requests_per_server
@@ -151,8 +151,8 @@ def test_two_broken_servers_of_three() -> None:
         kit.Stub(kit.sound, 0.0005) as good,
         client_of(a.url, b.url, good.url) as client,
     ):
-        batch = kit.items(320)
-        assert kit.right(batch, client.score(batch)[kit.REWARD]) == 320
+        batch = kit.items(160)
+        assert kit.right(batch, client.score(batch)[kit.REWARD]) == 160
         assert [server.sound for server in client._balancer.servers] == [False, False, True]
 
 

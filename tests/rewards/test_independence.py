@@ -43,6 +43,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in REWARDS if name not in ("fn", "style")),
     ("fn", {"fn": "tests.rewards.user_scorers:brightness"}),
     ("style", {"image_encoder": "tiny"}),
+    ("style", {"image_encoder": "tiny", "detect": False}),
     ("ocr", {"detect": False}),
     ("ocr_lines", {"places": False, "order": "kept"}),
     ("glyph_structure", {"boxes": "fitted"}),
@@ -209,6 +210,7 @@ OF_ANOTHER = {
     *("cvtg-", "flow_grpo_ocr-", "longtext-", "ocr-False", "ocr_lines-False-kept"),  # read as `ocr` or `ocr_lines` do
     *("imgedit-", "textedit_judge-", "viescore-"),  # ask as `complex_edit` does
     *("pairwise-reference", "unified_reward-pair", "unified_reward-point", "geneval-soft"),
+    *("glyph_structure-", "style-tiny"),  # find lines as `ocr` does; of places that are given, other cases
     *("textedit-", "mmmg-sam2"),  # finds lines as `ocr_lines` does; cuts regions as tests/rewards/test_regions.py does
 }
 """Cases that cost a second or more and do what another one does by the same code: `make test-all` takes them."""

@@ -288,7 +288,10 @@ def test_text_of_a_request_is_bounded(http: httpx.Client, binary: bool) -> None:
         assert "bytes of prompts and metadata, over the limit of 2000" in response.json()["error"]
 
 
-@pytest.mark.parametrize("announced", [True, False], ids=["with its length", "in chunks"])
+@pytest.mark.parametrize(
+    "announced",
+    [pytest.param(True, marks=pytest.mark.full, id="with its length"), pytest.param(False, id="in chunks")],
+)
 def test_a_gigabyte_is_refused_and_never_held(http: httpx.Client, announced: bool) -> None:
 
     def body() -> Iterator[bytes]:
