@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from retouch.config import load_run
-from retouch.config.base import EARLIER_DEFAULTS, Section
+from retouch.config.base import Section
+from retouch.config.reads import EARLIER_DEFAULTS
 from retouch.config.run import OptimizerConfig
 from retouch.families.loading import tiny_path
 
