@@ -47,7 +47,7 @@ from retouch.config.run import RunConfig
 from retouch.core.objectives.sft import denoising_rows
 from retouch.core.reduce import row_mean, weighted_mean
 from retouch.data.sampler import derive_seed
-from retouch.training import session as session_module
+from retouch.training import loop
 from retouch.training.experience import Experience
 
 FILE = config_file("flux_fill", "nft", "full")
@@ -115,10 +115,10 @@ def kto(beta: float) -> Callable[[Errors], Tensor]:
 
 def softmax_of_groups(rows: Experience) -> Experience:
     """Advantages replaced by their softmax over the samples of an example, times how many there are."""
-    weights = torch.where(rows.weight > 0, rows.advantages.exp(), 0.0)
+    weights = torch.where(rows.counts_in_loss > 0, rows.advantages.exp(), 0.0)
     _, group = rows.position.unique(return_inverse=True)
     zeros = weights.new_zeros(int(group.max()) + 1)
-    total, count = zeros.index_add(0, group, weights), zeros.index_add(0, group, (rows.weight > 0).float())
+    total, count = zeros.index_add(0, group, weights), zeros.index_add(0, group, (rows.counts_in_loss > 0).float())
     rows.advantages = weights / total.clamp(min=1e-8)[group] * count[group]
     return rows
 
@@ -185,26 +185,26 @@ def trained(name: str, seed: int, max_steps: int, work: Path) -> Row:
 @contextmanager
 def replaced(arm: Arm) -> Iterator[None]:
     """Train with the loss of an arm in this process."""
-    plain, plain_rate, whole = recipe.experiences, session_module.learning_rate, load_run(FILE)
+    plain, plain_rate, whole = recipe.collect, loop.learning_rate, load_run(FILE)
     rl_steps = whole.training.max_steps - whole.algorithm.supervised_steps(whole)
 
     def rate(optimizer: Any, base: float, step: int, steps: int) -> float:
         return plain_rate(optimizer, base, step, rl_steps if base == optimizer.lr else steps)
 
-    def experiences(session: Any, algorithm: Any, policy: str | None) -> Iterator[Experience]:
-        for rows in plain(session, algorithm, policy):
-            if arm.whole_groups:  # one seed per example and epoch, from which the copies draw time and noise
-                seeds = [derive_seed(p, session.progress.epoch) for p in rows.position.tolist()]
-                rows.seed = torch.tensor(seeds)
-            yield arm.finish(rows)
+    def collect(session: Any, algorithm: Any, policy: str | None) -> Experience:
+        rows = plain(session, algorithm, policy)
+        if arm.whole_groups:  # one seed per example and epoch, from which the copies draw time and noise
+            seeds = [derive_seed(p, session.progress.epoch) for p in rows.position.tolist()]
+            rows.seed = torch.tensor(seeds)
+        return arm.finish(rows)
 
     def loss(run: Any, algorithm: Any, experience: Experience, micro: Any, total: Tensor) -> Any:
         return row_loss(arm, run, algorithm, experience, micro, total)
 
     with (
-        patched(recipe, "experiences", experiences),
+        patched(recipe, "collect", collect),
         patched(recipe, "implicit_policies_loss", loss),
-        patched(session_module, "learning_rate", rate),
+        patched(loop, "learning_rate", rate),
     ):
         yield
 
@@ -214,7 +214,7 @@ def row_loss(
 ) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
     """The loss of an arm on one forward, as the recipe's -> (loss, metrics, rows that count)."""
     copies, noised = algorithm.timesteps_per_image, micro.noised()
-    weight = experience.weight[micro.rows]
+    weight = experience.counts_in_loss[micro.rows]
     wide = weight.repeat_interleave(copies)
     position = experience.position[micro.rows].repeat_interleave(copies) * copies
     prediction = recipe.predict(run, noised)

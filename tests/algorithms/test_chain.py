@@ -61,9 +61,9 @@ def first_kl(run: Run) -> tuple[float, float]:
         experience = collect(session, algorithm)
         grpo.add_reference_and_old(session, algorithm, experience)
         rows, span = torch.tensor([0]), range(1)  # forwards of one row, as the reference's below
-        weight = experience.weight[rows].sum()
+        weight = experience.counts_in_loss[rows].sum()
         step = Step(run, session.size, rows, weight, 0.0, data=run.data, positions=[], seeds=[])
-        experience.weight[:] = 1
+        experience.counts_in_loss[:] = 1
         session.size.rows = 1
         experience.reference_means = grpo.reference_means(session, experience)
         _, values, _ = grpo.surrogate(run, algorithm, experience, step, rows, span)

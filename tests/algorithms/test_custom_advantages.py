@@ -69,7 +69,7 @@ def test_the_function_gives_the_advantages_and_the_package_what_counts() -> None
     ("name", "told"),
     [
         ("divides", r"which raised ZeroDivisionError: no rewards, at test_custom_advantages\.py:\d+; correct"),
-        ("a_list", r"which returned list; expected a tensor \[4\] of finite numbers"),
+        ("a_list", r"which returned list; expected a tensor \[4\] of a number for each sample"),
         ("too_few", r"which returned a tensor \[2\]; expected a tensor \[4\]"),
         ("infinite", "which returned NaN or Inf; expected"),
         ("absent", "has no function absent; set it to 'module:function'"),

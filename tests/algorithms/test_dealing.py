@@ -92,7 +92,7 @@ def test_what_a_rank_is_dealt_comes_whole() -> None:
         i = torch.tensor(expected)
         assert found.position.tolist() == expected and torch.equal(found.seed, i + 2**60)
         assert torch.equal(found.first_step, i % 2) and torch.equal(found.advantages, i / 8)
-        assert found.weight.tolist() == [1.0, 1.0]
+        assert found.counts_in_loss.tolist() == [1.0, 1.0]
         assert torch.equal(found.latents, i.float().view(-1, 1, 1, 1, 1).expand(2, 3, 2, 2, 2))
         assert torch.equal(found.reference_means, found.latents[:, 1:]) and found.means.shape == (0,)
     assert {shape[0] for shape in ranks.shapes} == {2}  # rows that moved
@@ -100,11 +100,11 @@ def test_what_a_rank_is_dealt_comes_whole() -> None:
 
 def test_an_uneven_rest_is_filled_up_with_weight_0() -> None:
     each, ranks = dealt([True, True, False, True, False, False], 2)
-    assert [e.weight.tolist() for e in each] == [[1.0, 1.0], [1.0, 0.0]]
+    assert [e.counts_in_loss.tolist() for e in each] == [[1.0, 1.0], [1.0, 0.0]]
     assert [len(t) for e in each for t in vars(e).values() if len(t)] == [2] * 16
     assert ranks.shapes == []  # nobody had too many
     empty, _ = dealt([False] * 4, 2)
-    assert [(len(e.weight), tuple(e.latents.shape[1:])) for e in empty] == [(0, (3, 2, 2, 2))] * 2
+    assert [(len(e.counts_in_loss), tuple(e.latents.shape[1:])) for e in empty] == [(0, (3, 2, 2, 2))] * 2
 
 
 def test_one_process_keeps_its_rows_in_order() -> None:
@@ -132,11 +132,14 @@ def steps_of(seeds: list[int], live: list[bool], world_size: int, steps: int) ->
         return evenly_dealt(engine, own, weight, steps)
 
     each = ranks.on_each(on_one)
-    sizes = [[int((e.step_of == step).sum()) for step in range(steps)] for e in each]
+    sizes = [[int((e.optimizer_step == step).sum()) for step in range(steps)] for e in each]
     assert all(size == sizes[0] for size in sizes)  # every process takes the same forwards
-    batches = [step_batches(len(e.weight), 0, 0, 1, steps, e.step_of) for e in each]
+    batches = [step_batches(len(e.counts_in_loss), 0, 0, 1, steps, e.optimizer_step) for e in each]
     return [
-        [e.seed[batch[step]][e.weight[batch[step]] > 0].tolist() for e, batch in zip(each, batches, strict=True)]
+        [
+            e.seed[batch[step]][e.counts_in_loss[batch[step]] > 0].tolist()
+            for e, batch in zip(each, batches, strict=True)
+        ]
         for step in range(steps)
     ]
 

@@ -67,13 +67,13 @@ def mixed(config: Config, monkeypatch: pytest.MonkeyPatch) -> Config:
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> list[experience.Experience]:
     """The rows of every epoch."""
-    found, real = list[experience.Experience](), experience.collect
+    found, real = list[experience.Experience](), recipe.collect
 
     def collect(*arguments: Any, **options: Any) -> experience.Experience:
         found.append(real(*arguments, **options))
         return found[-1]
 
-    monkeypatch.setattr(experience, "collect", collect)
+    monkeypatch.setattr(recipe, "collect", collect)
     return found
 
 
@@ -113,7 +113,7 @@ def test_the_pull_has_the_size_of_its_weight_and_the_direction_of_the_reward(
     monkeypatch.setattr(recipe, "linear_loss", watched)
     run, _ = train(mixed(3.0, algorithm={"region": region}, training__max_steps=1))
     [rows] = collected
-    live = rows.weight > 0
+    live = rows.counts_in_loss > 0
     if region == "all":
         scaled = rows.gradient[live] * rows.gradient[0].numel()
         assert float(scaled.double().pow(2).mean().sqrt()) == pytest.approx(3.0, rel=1e-5)
@@ -146,10 +146,10 @@ def test_a_sample_without_gradient_trains_on_its_advantage_and_counts(
     options = {"reward_client__max_failure_rate": 0.5, "training__max_steps": 1}
     run, _ = train(mixed(1.0, first, **options))
     [rows] = collected
-    live = rows.gradient[rows.weight > 0].flatten(1).abs().sum(1) > 0
+    live = rows.gradient[rows.counts_in_loss > 0].flatten(1).abs().sum(1) > 0
     assert int((~live).sum()) == 1 and int(live.sum()) == len(calls) - 1
     assert run.rewards.failed == 1
-    scaled = rows.gradient[rows.weight > 0][live] * rows.gradient[0].numel()
+    scaled = rows.gradient[rows.counts_in_loss > 0][live] * rows.gradient[0].numel()
     assert float(scaled.double().pow(2).mean().sqrt()) == pytest.approx(1.0, rel=1e-5)  # those of the others
 
 
@@ -160,7 +160,7 @@ def test_groups_of_a_saturated_reward_train_on_the_gradient_if_they_are_kept(
     algorithm = {"skip_zero_std_groups": skips}
     train(mixed(1.0, saturated=lambda group: True, algorithm=algorithm, training__max_steps=1))
     [rows] = collected
-    live = rows.weight > 0
+    live = rows.counts_in_loss > 0
     assert bool(live.any()) is not skips and not rows.advantages[live].any()
     assert bool((rows.gradient[live].flatten(1).abs().sum(1) > 0).all())
 
@@ -183,7 +183,7 @@ def test_lost_gradients_are_counted_among_all_samples_of_the_epoch(
     options = {"reward_client__max_failure_rate": 0.2, "training__max_steps": 1, "rollout__group_size": 4}
     train(mixed(1.0, first, one_group, **options))
     [rows] = collected
-    assert int((rows.weight > 0).sum()) == len(calls) == 4
+    assert int((rows.counts_in_loss > 0).sum()) == len(calls) == 4
     assert "1 of 8 samples have no gradient" in caplog.text
 
 

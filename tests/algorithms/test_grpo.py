@@ -231,7 +231,7 @@ def test_the_loss_of_a_span_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpo, "forward_on_recorded", lambda *_: now)
     zeros = {"log_probs": log_probs, "reference_means": torch.zeros(4, 1, 1, 1)}
     rows: Any = SimpleNamespace(
-        weight=torch.tensor([1.0, 0.0]),
+        counts_in_loss=torch.tensor([1.0, 0.0]),
         advantages=torch.zeros(2),
         trained_steps=3,
         spanned=lambda name, *_: zeros[name],

@@ -171,7 +171,9 @@ RUNS: dict[str, tuple[str, ...]] = {
         "algorithm.baseline=batch", "algorithm.scale=batch", "algorithm.skip_zero_std_groups=false",
         "algorithm.combine=sum_then_normalize",
     ),
-    "grpo: resampling": ("algorithm.resample_rounds=1",),
+    "grpo: resampling": (
+        "algorithm.resample_rounds=1", "algorithm.advantages=tests.algorithms.test_custom_advantages:as_the_package",
+    ),
     "grpo: rewards": (
         f"rewards={MANY}",
     ),

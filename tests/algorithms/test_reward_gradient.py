@@ -294,7 +294,7 @@ def test_a_failed_gradient_has_weight_0(
     rewarded(broken)
     base = base_weights(gradient_run(name="base"))
     run, records = train(gradient_run(name="nan", **shape))
-    rows = [int(rows.weight.sum()) for rows in collected]
+    rows = [int(rows.counts_in_loss.sum()) for rows in collected]
     assert rows == [3, 0]
     assert of_kind(records, "train")[0]["skipped"] == 1.0
     assert all(torch.equal(t, base[n]) for n, t in weights(run).items())

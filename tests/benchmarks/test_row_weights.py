@@ -74,17 +74,17 @@ def test_dgpo_of_a_pair_is_dpo() -> None:
 
 def test_regression_weights_are_softmaxes_of_groups() -> None:
     rows = Experience(*(torch.zeros(4) for _ in range(9)))
-    rows.position, rows.weight = torch.tensor([7, 2, 7, 2]), torch.tensor([1.0, 1.0, 1.0, 0.0])
+    rows.position, rows.counts_in_loss = torch.tensor([7, 2, 7, 2]), torch.tensor([1.0, 1.0, 1.0, 0.0])
     rows.advantages = torch.tensor([0.0, 3.0, math.log(3), 9.0])
     found = row_weights.softmax_of_groups(rows).advantages
     torch.testing.assert_close(found, torch.tensor([0.5, 1.0, 1.5, 0.0]))
 
 
 def test_the_recipe_is_put_back() -> None:
-    before = recipe.implicit_policies_loss, recipe.experiences, row_weights.session_module.learning_rate
+    before = recipe.implicit_policies_loss, recipe.collect, row_weights.loop.learning_rate
     with row_weights.replaced(row_weights.ARMS["RWR"]):
-        assert recipe.implicit_policies_loss is not before[0] and recipe.experiences is not before[1]
-    assert (recipe.implicit_policies_loss, recipe.experiences, row_weights.session_module.learning_rate) == before
+        assert recipe.implicit_policies_loss is not before[0] and recipe.collect is not before[1]
+    assert (recipe.implicit_policies_loss, recipe.collect, row_weights.loop.learning_rate) == before
 
 
 def test_the_runs_are_of_the_run_file_and_base_in_the_tree_and_take_the_forwards_of_nft() -> None:

@@ -67,13 +67,13 @@ def weighted_loss(
 
     run, device = session.run, session.run.engine.device
     condition = run.encoded_for_denoising.conditions(experience.position[rows].tolist(), device)
-    generators = row_generators(experience.seed[rows], "rwr", session.progress.position)
+    generators = row_generators(experience.seed[rows], "rwr", session.progress.step_in_epoch)
     noised = noised_copies(run, experience.latents[rows, 0], condition, generators, 1)
     region = objective_region(algorithm, noised.condition, run.model.spec.downsampling)
     errors = denoising_error(
         run.model, run.network, noised.schedule, noised.x0, noised.noise, noised.time, noised.condition, region
     )
-    weight = experience.weight[rows].to(device)
+    weight = experience.counts_in_loss[rows].to(device)
     emphasis = (experience.advantages[rows].to(device) / algorithm.temperature).exp()
     loss, values = denoising_loss(errors, weight * emphasis, step.normalizer)
     return loss, values, weight.sum()

@@ -394,7 +394,7 @@ class AdvantageConfig(RlConfig):
         return info.data.get("baseline") == "group" if value is None else value
 
     def advantage_function(self) -> Callable[[RewardRows, AdvantageConfig], Tensor] | None:
-        """What `advantages` names; None for the advantages of this package.
+        """The function that `advantages` names; None for the advantages of this package.
 
         Raises:
             ConfigError: there is no such function.

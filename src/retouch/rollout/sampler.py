@@ -57,7 +57,7 @@ def sample(
         means: list[Tensor] = []
         log_probs: list[Tensor] = []
         prefix = plan.first if plan.stochastic else 0
-        x = _shared_prefix(model, network, plan, x, condition, prefix, noise_seeds)
+        x = _steps_before_window(model, network, plan, x, condition, prefix, noise_seeds)
         before: Estimate | None = None  # deterministic steps before the window are in the prefix
         for i in range(prefix, plan.num_steps):
             step = torch.full((batch,), i, dtype=torch.int64, device=device)
@@ -90,7 +90,7 @@ def _remedies(batch: int) -> str:
     return "model.dtype=bf16, model.offload_vae=true, model.offload_text_encoders=true, or a smaller data.resolution"
 
 
-def _shared_prefix(
+def _steps_before_window(
     model: DiffusionModel,
     network: nn.Module,
     plan: StepPlan,

@@ -15,19 +15,19 @@ from retouch.training.progress import Rows
 # --- to the processes ---
 
 
-def evenly_dealt(engine: Engine, experience: Rows, weight: Tensor, steps: int = 1) -> Rows:
-    """The rows worth a forward, the same number on every process; what is missing is filled up with weight 0.
+def evenly_dealt(engine: Engine, experience: Rows, counts: Tensor, steps: int = 1) -> Rows:
+    """The rows worth a forward, the same number on every process; rows that do not count fill up what is missing.
 
     Groups are left out and resampled on whatever process they were: without this, the process with the most rows left
     would set the number of forwards of all.
 
     Args:
         experience: n rows of this process.
-        weight: [N] of all processes' rows.
+        counts: [N] `counts_in_loss` of all processes' rows.
         steps: optimizer steps to which `shared_batches` deals the rows, each with the same number on every process; 1
             leaves them to the session.
     """
-    n, live = len(experience.weight), weight > 0
+    n, live = len(experience.counts_in_loss), counts > 0
     members = [live]
     if steps > 1:
         members = _members(engine.gather(experience.seed).cpu(), live, steps)
@@ -43,10 +43,10 @@ def evenly_dealt(engine: Engine, experience: Rows, weight: Tensor, steps: int = 
         return (torch.cat([t, rows_of_all(engine, t, moved)]) if moved else t)[index]
 
     result = type(experience)(**{name: balanced(t) if len(t) else t for name, t in vars(experience).items()})
-    result.weight[torch.tensor([row is None for row in mine], dtype=torch.bool)] = 0
+    result.counts_in_loss[torch.tensor([row is None for row in mine], dtype=torch.bool)] = 0
     if steps > 1:
         counts = torch.tensor(sizes, dtype=torch.int64)
-        result.step_of = torch.arange(steps, dtype=torch.int64).repeat_interleave(counts)
+        result.optimizer_step = torch.arange(steps, dtype=torch.int64).repeat_interleave(counts)
     return result
 
 
@@ -96,16 +96,16 @@ def rows_of_all(engine: Engine, values: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def step_batches(
-    rows: int, seed: int, epoch: int, inner_epochs: int, steps: int, step_of: Tensor | None = None
+    rows: int, seed: int, epoch: int, inner_epochs: int, steps: int, optimizer_step: Tensor | None = None
 ) -> list[Tensor]:
     """Row indices of each optimizer step of an epoch: every inner epoch is shuffled from (seed, epoch, inner) and dealt
     evenly into its steps.
 
     Args:
-        step_of: [rows] step of each row, the same in every inner epoch; None or [0] where they are dealt here.
+        optimizer_step: [rows] of each row, the same in every inner epoch; None or [0] where they are dealt here.
     """
-    if step_of is not None and len(step_of):
-        return [(step_of == number % (steps // inner_epochs)).nonzero().flatten() for number in range(steps)]
+    if optimizer_step is not None and len(optimizer_step):
+        return [(optimizer_step == number % (steps // inner_epochs)).nonzero().flatten() for number in range(steps)]
     batches: list[Tensor] = []
     for inner in range(inner_epochs):
         order = list(range(rows))

@@ -13,7 +13,8 @@ their rewards from `rewarded_samples`.
 
 Containers: `Scores` (outcomes of a batch by reward, pending or not), `RewardRows` (tensors of all processes), and
 `Experience` (what was recorded of this process's samples; in the end, the rows that it trains on). A row counts in the
-loss, or it does not: its weight is 1 or 0. It is 0 for padding and for samples without a usable reward.
+loss or does not (`counts_in_loss`, 1 or 0): padding and samples without a usable reward do not. A weight is something
+else: that of a reward in their sum, or of a denoising step in the loss.
 
 Legend: n samples of this process, N of all processes in rank order, S trained steps (0 if only clean images are trained
 on).
@@ -81,12 +82,12 @@ class Experience:
         latents: [n, S + 1, C, H, W] fp32: the states around the trained steps; the clean latents if S is 0.
         log_probs: [n, S] as recorded while sampling.
         advantages: [n].
-        weight: [n]: 1, or 0 for padding and rows without a usable reward.
+        counts_in_loss: [n]: 1, or 0 for padding and rows without a usable reward.
         means: [n, S, C, H, W] as recorded while sampling; [0] if not requested.
         reference_means: [n, S, C, H, W] of the reference policy; [0] without a KL.
         gradient: [n, C, H, W] of `scaled_reward_gradients`; [0] without a reward of `gradient_weight`.
-        step_of: [n] optimizer step of the epoch, from 0, that trains on the row; [0] if each process shuffles its own
-            rows and deals them to the steps evenly.
+        optimizer_step: [n] step of the epoch, from 0, that trains on the row; [0] if each process shuffles its own rows
+            and deals them to the steps evenly.
     """
 
     position: Tensor
@@ -95,11 +96,11 @@ class Experience:
     latents: Tensor
     log_probs: Tensor
     advantages: Tensor
-    weight: Tensor
+    counts_in_loss: Tensor
     means: Tensor
     reference_means: Tensor
     gradient: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32))
-    step_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32))
+    optimizer_step: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32))
 
     @property
     def trained_steps(self) -> int:
@@ -135,15 +136,15 @@ def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = N
         Stopped: asked to stop between batches, or while rewards are computed.
     """
     experience, scores, rewards = rewarded_samples(session, algorithm, policy)
-    advantages, weight = advantages_of(algorithm, rewards)
+    advantages, counts = advantages_of(algorithm, rewards)
     own = own_rows(session.run.engine, rewards)
-    experience.advantages, experience.weight = advantages[own], weight[own]
+    experience.advantages, experience.counts_in_loss = advantages[own], counts[own]
     if any(entry.gradient_weight for entry in session.config.rewards.values()):
-        rows = (experience.position, experience.latents[:, -1], experience.weight)
+        rows = (experience.position, experience.latents[:, -1], experience.counts_in_loss)
         experience.gradient = scaled_reward_gradients(
             session, algorithm, items_by_row(rewards.padding[own], scores), *rows
         )
-    return evenly_dealt(session.run.engine, experience, weight, session.shared_steps)
+    return evenly_dealt(session.run.engine, experience, counts, session.shared_steps)
 
 
 def rewarded_samples(
@@ -271,7 +272,7 @@ def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], numbe
 
 def on_the_cpu(trajectory: Trajectory, broken: Sequence[int]) -> Trajectory:
     """A trajectory until its epoch is trained on: on the CPU, where everything reads it, and zeros in place of rows
-    with NaN and Inf: they have weight 0, but NaN times 0 is NaN in a backward."""
+    with NaN and Inf: they do not count, but NaN times 0 is NaN in a backward."""
     tensors = {name: t.cpu() for name, t in vars(trajectory).items() if isinstance(t, Tensor) and name != "times"}
     if broken:
         tensors = {name: t.clone() for name, t in tensors.items()}
@@ -281,7 +282,7 @@ def on_the_cpu(trajectory: Trajectory, broken: Sequence[int]) -> Trajectory:
 
 
 def recorded_rows(slots: Sequence[Slot], seeds: Sequence[int], trajectory: Trajectory) -> Experience:
-    """What was recorded of some samples; without advantages yet, all of weight 0."""
+    """The records of some samples, without advantages yet; none counts in the loss."""
     zeros, nothing = torch.zeros(len(slots), dtype=torch.float32), torch.zeros(0, dtype=torch.float32)
     return Experience(
         position=torch.tensor([slot.example for slot in slots], dtype=torch.int64),
@@ -290,7 +291,7 @@ def recorded_rows(slots: Sequence[Slot], seeds: Sequence[int], trajectory: Traje
         latents=trajectory.latents,
         log_probs=trajectory.log_probs,
         advantages=zeros,
-        weight=zeros,
+        counts_in_loss=zeros,
         means=nothing if trajectory.means is None else trajectory.means,
         reference_means=nothing,
     )
@@ -388,14 +389,14 @@ def items_by_row(padding: Tensor, scores: Sequence[Scores]) -> list[RewardItem |
 
 
 def advantages_of(algorithm: AdvantageConfig, rewards: RewardRows) -> tuple[Tensor, Tensor]:
-    """(Advantages [N], weights [N]: 1 for rows that are trained on, else 0)."""
-    weight = comparable_rows(rewards.example_index, rewards.usable, algorithm.baseline)
+    """(Advantages [N], `counts_in_loss` [N])."""
+    counts = comparable_rows(rewards.example_index, rewards.usable, algorithm.baseline)
     if algorithm.skip_zero_std_groups and algorithm.baseline == "group":
-        weight = weight & ~rewards.zero_variance_rows(algorithm.combine)
+        counts = counts & ~rewards.zero_variance_rows(algorithm.combine)
     if algorithm.advantages is not None:
-        return custom_advantages(algorithm, rewards, weight).float(), weight.float()
+        return custom_advantages(algorithm, rewards, counts).float(), counts.float()
     how = (algorithm.combine, algorithm.baseline, algorithm.scale, algorithm.advantage_clip)
-    return rewards.advantages(*how).float(), weight.float()
+    return rewards.advantages(*how).float(), counts.float()
 
 
 def custom_advantages(algorithm: AdvantageConfig, rewards: RewardRows, counts: Tensor) -> Tensor:
@@ -405,7 +406,7 @@ def custom_advantages(algorithm: AdvantageConfig, rewards: RewardRows, counts: T
         counts: [N] bool: rows that are trained on.
 
     Raises:
-        ConfigError: it failed, or did not return a finite number for each row that counts.
+        ConfigError: it failed, or did not return a number for each row that counts.
     """
     function, given = algorithm.advantage_function(), f"algorithm.advantages: given {algorithm.advantages!r}, which"
     assert function is not None
@@ -414,7 +415,7 @@ def custom_advantages(algorithm: AdvantageConfig, rewards: RewardRows, counts: T
     except Exception as error:
         place = code_place(error)
         raise ConfigError(f"{given} raised {type(error).__name__}: {error}{place}; correct the function") from error
-    expected = f"expected a tensor [{len(counts)}] of finite numbers, one for each sample of `rewards`"
+    expected = f"expected a tensor [{len(counts)}] of a number for each sample of `rewards`"
     if not isinstance(values, Tensor) or values.shape != counts.shape:
         what = f"a tensor {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ConfigError(f"{given} returned {what}; {expected}")
@@ -436,7 +437,7 @@ def log_rollouts(
     run.rewards.count(tally.asked, tally.lost)
     judged = run.engine.sum(judge_details(rewards.names, scores)).cpu()
     statistics = rewards.statistics(algorithm.combine) | judge_statistics(rewards.names, judged)
-    epoch, step = progress.epoch, progress.step + (progress.position == 0)
+    epoch, step = progress.epoch, progress.step + (progress.step_in_epoch == 0)
     timings = run.rewards.statistics()  # differ from run to run
     run.dir.log("rollout", step, {"epoch": epoch, **statistics}, timings or None)
     every = run.config.logging.rollout_images_every

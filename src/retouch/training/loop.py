@@ -13,7 +13,7 @@ from retouch.engine import CheckpointError
 from retouch.rollout.encoded import EncodedData
 from retouch.training.build import Run
 from retouch.training.dealing import step_batches
-from retouch.training.progress import EpochRows, Progress, Rows, first_phase
+from retouch.training.progress import SAVED_AS, EpochRows, Progress, Rows, first_phase, restored, saved
 from retouch.training.recorder import Recorder, Tensors
 from retouch.training.step import ForwardSize, Step, learning_rate
 from retouch.training.stopping import StopRequests
@@ -68,14 +68,14 @@ class Loop:
         self.resumed_epoch = tensors is not None
         if tensors is None:
             return None
-        names = {f.name for f in fields(kind)}
-        needed = {f.name for f in fields(kind) if f.default_factory is MISSING}  # the others came with later versions
-        if not needed <= tensors.keys() <= names:
+        names = {SAVED_AS.get(f.name, f.name) for f in fields(kind)}
+        later = {SAVED_AS.get(f.name, f.name) for f in fields(kind) if f.default_factory is not MISSING}
+        if not names - later <= tensors.keys() <= names:  # later versions added those with a default
             raise CheckpointError(
                 f"rollouts.safetensors holds {', '.join(sorted(tensors))}, but this algorithm goes on with "
                 f"{', '.join(sorted(names))}; resume from a checkpoint without rollouts.safetensors"
             )
-        return kind(**tensors)
+        return kind(**restored(kind, tensors))
 
     # --- optimizer steps ---
 
@@ -86,18 +86,18 @@ class Loop:
         Args:
             rows: a dataclass of tensors [n, ...]; kept in checkpoints inside the epoch.
         """
-        progress, weight = self.progress, rows.weight
+        progress, counts = self.progress, rows.counts_in_loss
         steps, inner = self.run.derived.optimizer_steps_per_epoch, self.config.algorithm.inner_epochs  # type: ignore[union-attr]
-        batches = step_batches(len(weight), self.config.seed, progress.epoch, inner, steps, rows.step_of)
-        for batch in batches[progress.position :]:
+        batches = step_batches(len(counts), self.config.seed, progress.epoch, inner, steps, rows.optimizer_step)
+        for batch in batches[progress.step_in_epoch :]:
             if progress.step >= self.config.training.max_steps:
                 return
-            ends_epoch = progress.position + 1 == len(batches)
+            ends_epoch = progress.step_in_epoch + 1 == len(batches)
             step = Step(
                 self.run,
                 self.size,
                 batch,
-                self.run.engine.sum(weight[batch].sum()),
+                self.run.engine.sum(counts[batch].sum()),
                 self._rl_learning_rate(),
                 data=self.run.data,
                 positions=rows.position[batch].tolist(),
@@ -108,11 +108,11 @@ class Loop:
             )
             yield from step.until_it_fits()
             epoch = progress.epoch
-            progress.position += 1
+            progress.step_in_epoch += 1
             progress.updates_in_epoch += step.updated
             if ends_epoch:
-                progress.epoch, progress.position, progress.updates_in_epoch = epoch + 1, 0, 0
-            self.end_step(step.values, updated=step.updated, epoch=epoch, rows_left=None if ends_epoch else vars(rows))
+                progress.epoch, progress.step_in_epoch, progress.updates_in_epoch = epoch + 1, 0, 0
+            self.end_step(step.values, updated=step.updated, epoch=epoch, rows_left=None if ends_epoch else saved(rows))
 
     def steps_on_examples(
         self, until: int, data: EncodedData, purpose: str, lr: float | None = None, images: int = 1

@@ -1,4 +1,4 @@
-"""What opens a run, of whatever algorithm: its directory, its rewards, its first lines of the log."""
+"""Opening a run of any algorithm: its directory, its rewards, the first lines of its log."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def scaled_reward_gradients(
     items: Sequence[RewardItem | None],
     position: Tensor,
     x0: Tensor,
-    weight: Tensor,
+    counts: Tensor,
 ) -> Tensor:
     """-d reward / d latents [n, C, h, w] fp32 of the rewards with a `gradient_weight`, divided by its root mean square
     and the number of elements of the region, times the sum of these weights. A sample whose
@@ -72,7 +72,7 @@ def scaled_reward_gradients(
 
     Args:
         items: of the samples of this process; None for padding.
-        position, x0, weight: of the samples of this process. No gradient is computed for samples of weight 0.
+        position, x0, counts: of the samples of this process. No gradient is computed for samples that do not count.
 
     Raises:
         FailureRateExceeded: on every process.
@@ -81,11 +81,11 @@ def scaled_reward_gradients(
     weights = {name: entry.gradient_weight for name, entry in run.config.rewards.items()}
     rewards = pixel_rewards(run.rewards, weights)
     result, failures = torch.zeros_like(x0), list[Failure]()
-    has_gradient = weight.clone()
+    has_gradient = counts.clone()
     with run.model.encoding():  # the autoencoder is moved to the device once
-        for i in weight.nonzero().flatten().tolist():
+        for i in counts.nonzero().flatten().tolist():
             strip, item = run.encoded.examples([int(position[i])])[0].strip, items[i]
-            assert item is not None, "padding has weight 0"
+            assert item is not None, "padding does not count"
             found = latent_gradient(run, rewards, x0[i][None], item, 0 if strip is None else strip.height)
             if isinstance(found, Failure):
                 failures.append(found)
@@ -104,18 +104,18 @@ def divisor(rms: float, elements: float) -> float:
 
 
 def region_rms(
-    run: Run, algorithm: RlConfig, position: Tensor, gradient: Tensor, weight: Tensor
+    run: Run, algorithm: RlConfig, position: Tensor, gradient: Tensor, counts: Tensor
 ) -> tuple[float, float]:
     """(Root mean square of the gradients over the region, mean number of elements of a region) of the rows of all
-    processes whose weight is not 0; (0, 0) without such rows.
+    processes that count; (0, 0) without such rows.
 
     Args:
         position: [n] of each row's example in the dataset.
         gradient: [n, C, h, w].
-        weight: [n].
+        counts: [n].
     """
     total = torch.zeros(3, dtype=torch.float64)  # sum of squares, elements, rows
-    for i in weight.nonzero().flatten().tolist():
+    for i in counts.nonzero().flatten().tolist():
         condition = run.encoded.conditions([int(position[i])], torch.device("cpu"))
         region = objective_region(algorithm, condition, run.model.spec.downsampling)
         g = gradient[i].double()

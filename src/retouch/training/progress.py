@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from torch import Tensor
@@ -12,6 +13,20 @@ from retouch.config import RunConfig
 
 Phase = Literal["sft", "warmup", "rl"]
 
+SAVED_AS = {"counts_in_loss": "weight", "optimizer_step": "step_of", "step_in_epoch": "position"}
+"""Name of a tensor of `EpochRows`, or of a number of `Progress` -> its name in checkpoints, where no name changes."""
+
+
+def saved(state: object) -> dict[str, Any]:
+    """The fields of a dataclass under their names in checkpoints."""
+    return {SAVED_AS.get(name, name): value for name, value in vars(state).items()}
+
+
+def restored(kind: type, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass by their names in checkpoints -> the same under their own."""
+    names = {SAVED_AS.get(f.name, f.name): f.name for f in fields(kind)}
+    return {names.get(name, name): value for name, value in state.items()}
+
 
 class EpochRows(Protocol):
     """A dataclass of tensors, one row for each sample (DPO: pair)."""
@@ -20,8 +35,8 @@ class EpochRows(Protocol):
 
     position: Tensor
     seed: Tensor
-    weight: Tensor
-    step_of: Tensor
+    counts_in_loss: Tensor
+    optimizer_step: Tensor
 
 
 Rows = TypeVar("Rows", bound=EpochRows)
@@ -35,9 +50,9 @@ class Progress:
         step: optimizer steps taken.
         phase: what the next step belongs to.
         epoch: rollout epoch under way or next.
-        position: optimizer steps taken within it.
+        step_in_epoch: optimizer steps taken within it.
         updates: optimizer steps that changed the weights (EMA counts these).
-        updates_in_epoch: those of `position` that did.
+        updates_in_epoch: those of `step_in_epoch` that did.
         on_policy: the weights at the start of the epoch are those that sample its rollouts; false with an old policy
             that differs from them.
     """
@@ -45,7 +60,7 @@ class Progress:
     step: int = 0
     phase: Phase = "warmup"
     epoch: int = 0
-    position: int = 0
+    step_in_epoch: int = 0
     updates: int = 0
     updates_in_epoch: int = 0
     on_policy: bool = True

@@ -1,9 +1,8 @@
-"""What a run leaves behind: metrics, alarms, evaluations and checkpoints."""
+"""The records of a run: metrics, alarms, evaluations and checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from retouch.process.machine import return_memory
 from retouch.rewards.table import of_all
 from retouch.training.build import Run
 from retouch.training.evaluation import Moment, evaluated, keep_evaluation
-from retouch.training.progress import Progress
+from retouch.training.progress import Progress, saved
 from retouch.training.resume import evaluation_stands, with_keys
 from retouch.training.step import ForwardSize
 from retouch.training.stopping import StopRequests
@@ -181,7 +180,7 @@ class Recorder:
     def _state(self) -> dict[str, Any]:
         halved = self._size.rows < self.config.optimizer.batch_size_per_device
         return {
-            "progress": asdict(self.progress),
+            "progress": saved(self.progress),
             "config": self.run.dir.run_file,
             "evaluated_at": self._evaluated_at,
             "rows_per_forward": self._size.rows if halved else None,

@@ -1,4 +1,4 @@
-"""What is scored: scorers' inputs for images, the wait for their rewards, and the limits on those that fail.
+"""Scores of images: scorers' inputs, the wait for their rewards, and the limits on those that fail.
 
 A failed reward never becomes a number. Servers that went away are waited for; if they stay away, or too many rewards
 fail, the run stops, resumable, before anything was trained on the batch.

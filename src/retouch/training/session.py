@@ -20,6 +20,7 @@ from retouch.observe.run_dir import read_metrics
 from retouch.training.build import Run
 from retouch.training.loop import Loop
 from retouch.training.opening import log_header, open_run
+from retouch.training.progress import Progress, restored
 from retouch.training.resume import has_finished, may_go_on, resume_folder, without_keys
 from retouch.training.scoring import FailureRateExceeded, RewardOutage
 from retouch.training.stopping import CONTINUE
@@ -115,7 +116,7 @@ class Session(Loop):
         taken = state["progress"]
         # not in older checkpoints: assume that every step updated the weights, and that an old policy differs
         missing = {"updates_in_epoch": taken["position"], "on_policy": "old" not in self.config.algorithm.snapshots}
-        vars(self.progress).update({**missing, **taken})
+        vars(self.progress).update(restored(Progress, {**missing, **taken}))
         self._require_fit(folder, state)
         _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
         self._resumed_rows = None if rollouts is None else without_keys(self.run, folder, rollouts)

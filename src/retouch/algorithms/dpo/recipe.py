@@ -44,16 +44,16 @@ class Pairs:
         position: [P] of each pair's example in the dataset.
         seed: [P] int64 of its noise.
         win, lose: [P, C, h, w] clean latents.
-        weight: [P]: 1, or 0 for padding.
-        step_of: [P] as of `Experience`.
+        counts_in_loss: [P]: 1, or 0 for padding.
+        optimizer_step: [P] as of `Experience`.
     """
 
     position: Tensor
     seed: Tensor
     win: Tensor
     lose: Tensor
-    weight: Tensor
-    step_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    counts_in_loss: Tensor
+    optimizer_step: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
 def train(run: Run) -> None:
@@ -92,7 +92,7 @@ def preference_loss(
     """The loss of one forward: B pairs, W noised copies of both members -> (loss, metrics, pairs that count, by the
     share of their copies that the piece is)."""
     win, lose = errors(session.run, algorithm, noised_pairs(session, algorithm, pairs, rows, piece))
-    weight, share = pairs.weight[rows].to(win.device), len(piece) / algorithm.timesteps_per_pair
+    weight, share = pairs.counts_in_loss[rows].to(win.device), len(piece) / algorithm.timesteps_per_pair
     loss, values = dpo_loss(win, lose, reference[0], reference[1], algorithm.beta, weight, step.normalizer / share)
     return loss, values, weight.sum() * share
 
@@ -104,7 +104,7 @@ def noised_pairs(session: Session, algorithm: DpoConfig, pairs: Pairs, rows: Ten
     condition = run.encoded_for_denoising.conditions(pairs.position[rows].tolist(), device)
     both = condition.select(torch.arange(len(rows), dtype=torch.int64).repeat(2))
     # win and lose of a pair draw from generators of one seed: one time, one noise
-    generators = row_generators(pairs.seed[rows].repeat(2), "dpo", session.progress.position)
+    generators = row_generators(pairs.seed[rows].repeat(2), "dpo", session.progress.step_in_epoch)
     x0 = torch.cat([pairs.win[rows], pairs.lose[rows]])
     return noised_copies(run, x0, both, generators, algorithm.timesteps_per_pair, piece)
 
@@ -142,12 +142,13 @@ def collect_pairs(session: Session, algorithm: DpoConfig) -> Pairs:
     mine, weight = (torch.cat(parts) for parts in zip(*shares, strict=True))
     pairs = Pairs(rewards.example_index[best[mine]], seeds[best[mine]], win[mine], lose[mine], weight)
     if steps > 1:
-        pairs.step_of = torch.cat([torch.full_like(own, number) for number, (own, _) in enumerate(shares)])
+        pairs.optimizer_step = torch.cat([torch.full_like(own, number) for number, (own, _) in enumerate(shares)])
     return pairs
 
 
 def own_pairs(pairs: Tensor, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """A rank's consecutive share of pairs and its weights, as long on every rank: the last pair again, of weight 0."""
+    """A rank's consecutive share of pairs, as long on every rank, and whether each counts: what is filled up with the
+    last pair does not."""
     each = -(-len(pairs) // world_size)
     place = torch.arange(rank * each, (rank + 1) * each, dtype=torch.int64)
     return pairs[place.clamp(max=max(0, len(pairs) - 1))], (place < len(pairs)).float()

@@ -9,7 +9,7 @@ Flow-GRPO (arXiv 2505.05470): denoising is a Markov decision process whose actio
        GRPO-Guard (2510.22319); `kl_mask_threshold` replaces the clip by Flow-DPPO's mask (2606.11025).
 
 Departures: log-probabilities are means over latent dims (so are the published ones) or over the repainted region; a
-rollout without a valid reward leaves its group's baseline and has weight 0 everywhere; every image of an optimizer step
+rollout without a valid reward leaves its group's baseline and counts in no loss; every image of an optimizer step
 counts the same however it is split over ranks and micro-batches; before the first update the ratio is exactly 1,
 without the rounding differences between forwards of different sizes.
 """
@@ -64,7 +64,7 @@ def surrogate(
     """The loss of B rows over a span of W trained steps -> (loss, metrics, rows that count, by the share of their
     trained steps that the span is)."""
     device, width = run.engine.device, len(span)
-    weight = experience.weight[rows].to(device)
+    weight = experience.counts_in_loss[rows].to(device)
     now = forward_on_recorded(run, algorithm, experience, rows, span)
     recorded = experience.spanned("log_probs", rows, span).to(device)
     log_prob, old_log_prob = now.log_prob, step.old_policy_values(now.log_prob, recorded)
@@ -158,15 +158,15 @@ def reference_means(session: Session, experience: Experience) -> Tensor:
 def record_again(session: Session, algorithm: GrpoConfig, experience: Experience) -> None:
     """Replace the recorded log-probabilities and means by those of forwards with as many rows as training has: in the
     ratio their rounding cancels. For weights that have not changed since they sampled. `session.log_ratio` keeps the
-    largest |log ratio| of what was recorded, over the rows with a weight of all processes."""
+    largest |log ratio| of what was recorded, over the rows of all processes that count."""
     run, config = session.run, session.config
     steps = run.derived.optimizer_steps_per_epoch // algorithm.inner_epochs
-    dealt = len(experience.weight), config.seed, session.progress.epoch, 1, steps
-    batches = step_batches(*dealt, experience.step_of)
+    dealt = len(experience.counts_in_loss), config.seed, session.progress.epoch, 1, steps
+    batches = step_batches(*dealt, experience.optimizer_step)
     with run.clock.part("train_forward"):
         again = partial(recorded_in_batches, session, algorithm, experience, batches)
         log_probs, means = session.size.until_it_fits(again)
-    off = (log_probs - experience.log_probs).abs()[experience.weight > 0]
+    off = (log_probs - experience.log_probs).abs()[experience.counts_in_loss > 0]
     experience.log_probs, experience.means = log_probs, means
     session.log_ratio = float(
         run.engine.gather(off.max()[None] if off.numel() else torch.zeros(1, dtype=torch.float32)).max()

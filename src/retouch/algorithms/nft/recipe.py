@@ -20,8 +20,8 @@ error. The KL is taken on the network's prediction, for both kinds.
 
 Departures: times are sampled as in supervised training, spread over the schedule for the copies of an image; means may
 be over the masked region; groups with zero reward variance are left out and `scale` is that of the group (published:
-all groups, the batch; `rollout.preset: reference` sets both); a rollout without a valid reward has weight 0 (advantage
-0 alone is not inert here). Under classifier-free guidance images are guided and velocities are not.
+all groups, the batch; `rollout.preset: reference` sets both); a rollout without a valid reward does not count
+(advantage 0 alone is not inert here). Under classifier-free guidance images are guided and velocities are not.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class Micro(NamedTuple):
 def prepare(session: Session, algorithm: NftConfig, experience: Experience, step: Step) -> list[Micro]:
     """Compute the predictions of the snapshots for every forward of a step (rows, and a piece of their noised copies),
     before the policy's first forward: weights must not be swapped between a forward and its backward."""
-    run, position = session.run, session.progress.position
+    run, step_in_epoch = session.run, session.progress.step_in_epoch
     run.encoded_for_denoising.encode(step.positions)
     forwards = step.parts(algorithm.timesteps_per_image)
-    noised = [partial(noised_rows, run, algorithm, experience, *forward, position) for forward in forwards]
+    noised = [partial(noised_rows, run, algorithm, experience, *forward, step_in_epoch) for forward in forwards]
     old: list[Tensor | None] = [None] * len(noised)
     reference: list[Tensor | None] = [None] * len(noised)
     with run.clock.part("train_forward"):
@@ -111,15 +111,15 @@ def prepare(session: Session, algorithm: NftConfig, experience: Experience, step
 
 
 def noised_rows(
-    run: Run, algorithm: NftConfig, experience: Experience, rows: Tensor, piece: range, position: int
+    run: Run, algorithm: NftConfig, experience: Experience, rows: Tensor, piece: range, step_in_epoch: int
 ) -> NoisedRows:
     """W noised copies of each of B rows, those of a piece.
 
     Args:
-        position: optimizer step of the epoch, a part of their seeds.
+        step_in_epoch: a part of their seeds.
     """
     condition = run.encoded_for_denoising.conditions(experience.position[rows].tolist(), run.engine.device)
-    generators = row_generators(experience.seed[rows], "nft", position)
+    generators = row_generators(experience.seed[rows], "nft", step_in_epoch)
     return noised_copies(run, experience.latents[rows, 0], condition, generators, algorithm.timesteps_per_image, piece)
 
 
@@ -129,7 +129,7 @@ def implicit_policies_loss(
     """The loss of one forward of B x W rows -> (loss, metrics, rows that count, by the share of their copies that the
     piece is)."""
     device, copies, noised = run.engine.device, algorithm.timesteps_per_image, micro.noised()
-    weight, width = experience.weight[micro.rows].to(device), len(micro.piece)
+    weight, width = experience.counts_in_loss[micro.rows].to(device), len(micro.piece)
     wide_weight = weight.repeat_interleave(width)
     row_weight = wide_weight / noised.schedule.velocity_gain(noised.time)
     region = objective_region(algorithm, noised.condition, run.model.spec.downsampling)

@@ -10,8 +10,8 @@ at the image that the prediction of the step implies it is ReFL (2304.05977). An
 DDIM. One sample of an example suffices: nothing is compared.
 
 Departures: g is taken of the composite within the crop that the reward scores, and only the region counts; by default
-it is divided by its root mean square over the epoch (`gradient_scale`); a sample whose reward or gradient fails has
-weight 0. Pixels are not clamped, and not rounded to 8 bits as in the logged rewards.
+it is divided by its root mean square over the epoch (`gradient_scale`); a sample whose reward or gradient fails
+does not count. Pixels are not clamped, and not rounded to 8 bits as in the logged rewards.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class TrainedSteps:
         latents: [n, C, h, w] fp32, the recorded state before the step.
         gradient: [n, C, h, w] fp32, -d reward / d latents.
         coefficient: [n] fp32, d x0 / d prediction of the step, times the scale of the epoch's gradients.
-        weight: [n]: 1, or 0 for padding and rows whose reward or gradient failed.
-        step_of: [n] as of `Experience`.
+        counts_in_loss: [n]: 1, or 0 for padding and rows whose reward or gradient failed.
+        optimizer_step: [n] as of `Experience`.
     """
 
     position: Tensor
@@ -67,8 +67,8 @@ class TrainedSteps:
     latents: Tensor
     gradient: Tensor
     coefficient: Tensor
-    weight: Tensor
-    step_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    counts_in_loss: Tensor
+    optimizer_step: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
 def train(run: Run) -> None:
@@ -108,7 +108,7 @@ def reward_gradient_loss(
 ) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
     """The loss of one forward of B rows -> (loss, metrics, rows that count)."""
     chosen, device = micro.rows, run.engine.device
-    weight = rows.weight[chosen].to(device)
+    weight = rows.counts_in_loss[chosen].to(device)
     condition = run.encoded.conditions(rows.position[chosen].tolist(), device)
     region = objective_region(algorithm, condition, run.model.spec.downsampling)
     prediction = predict(run, rows, chosen)
@@ -169,12 +169,12 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
         latents=states_before(states, steps, run.config.rollout.num_steps).flatten(0, 1),
         gradient=gradient.flatten(0, 1),
         coefficient=coefficient.flatten(),
-        weight=usable.float().repeat_interleave(steps.shape[1]),
+        counts_in_loss=usable.float().repeat_interleave(steps.shape[1]),
     )
     if algorithm.gradient_scale == "rms":
-        rms, elements = region_rms(run, algorithm, rows.position, rows.gradient, rows.weight)
+        rms, elements = region_rms(run, algorithm, rows.position, rows.gradient, rows.counts_in_loss)
         rows.coefficient /= divisor(rms, elements)
-    return evenly_dealt(engine, rows, engine.gather(rows.weight).cpu(), session.shared_steps)
+    return evenly_dealt(engine, rows, engine.gather(rows.counts_in_loss).cpu(), session.shared_steps)
 
 
 def trained_denoising_steps(algorithm: RewardGradientConfig, num_steps: int, seed: int) -> list[int]:
