@@ -143,7 +143,8 @@ def test_the_endpoints_file_says_where_who_and_what(server: Served) -> None:
     assert found == {
         "url": server.url, "rewards": ["ocr", "preservation"], "device": "cpu", "pid": server.process.pid, "log": log
     }  # fmt: skip
-    assert "ocr loaded on cpu" in (server.endpoints.parent / log).read_text()
+    written = (server.endpoints.parent / log).read_text()
+    assert "ocr loaded on cpu" in written and f"serving ocr, preservation on {server.url} (pid " in written
     assert server.url.startswith("http://127.0.0.1:")
     assert resolve_urls(str(server.endpoints), "preservation") == [server.url]
 

@@ -1,4 +1,4 @@
-"""Servers as a client sees them: whether one is ready, which one a request goes to, circuit breakers, and the retry
+"""The servers of a client: whether one is ready, which one a request goes to, circuit breakers, and the retry
 budget.
 
 Everything but `readiness` has neither sockets nor a clock of its own, and is used only from the client's event loop.

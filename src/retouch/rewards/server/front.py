@@ -14,13 +14,11 @@ from typing import BinaryIO
 import uvicorn
 from fastapi import FastAPI
 
-from retouch.process.console import outlast_readers
-from retouch.process.machine import raise_handle_limit, return_memory_regularly
-from retouch.process.signals import ignore_notices
+from retouch.process.machine import raise_handle_limit
 from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.app import app_of
 from retouch.rewards.server.connections import protocol_of
-from retouch.rewards.server.output import FewRepeats
+from retouch.rewards.server.output import FewRepeats, begin_process
 from retouch.rewards.server.worker import ProcessWorker
 
 logger = logging.getLogger(__name__)
@@ -46,15 +44,11 @@ def run_app(app: FastAPI, listener: socket.socket, limits: Limits, token: str | 
 def main() -> None:
     """Serve what one line of JSON on standard input describes, until standard input ends: a killed supervisor leaves no
     process behind."""
-    outlast_readers()
-    ignore_notices()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("retouch").setLevel(logging.INFO)
+    begin_process()
     for handler in logging.getLogger().handlers:
         handler.addFilter(FewRepeats())
     settings = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_exit_at_end_of, args=(sys.stdin.buffer,), daemon=True, name="supervisor").start()
-    return_memory_regularly()
     listener = socket.socket(fileno=settings["listener"])
     logger.info("serving %s on %s (pid %d)", ", ".join(settings["scorers"]), settings["url"], os.getpid())
     worker = ProcessWorker(settings["scorers"], settings["device"], settings["was_ready"])

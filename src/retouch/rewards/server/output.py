@@ -1,4 +1,4 @@
-"""Bounds on what a server writes to its log: lines that repeat, and the output of scorers."""
+"""What a server writes to its log, and its bounds: lines that repeat, and the output of scorers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import time
 from collections import OrderedDict
 from contextlib import suppress
 
+from retouch.process.console import outlast_readers
+from retouch.process.machine import return_memory_regularly
+from retouch.process.signals import ignore_notices
+
 _WINDOW_S = 60.0
 _REPEATS = 10  # lines of one kind per window
 _KINDS = 1000
@@ -17,6 +21,17 @@ _PER_S = 4 * 1024  # bytes of output that pass in the long run: 350 MB in a day
 _TAIL = 8 * 1024  # last bytes that are written after all: a process that ends reports why
 _READ = 64 * 1024
 _STDERR = 2  # a handle: it is that of the log file, whatever Python does with its stream
+
+
+def begin_process() -> None:
+    """What both processes of a server begin with: they outlast the terminal and the readers of their output, log from
+    INFO on, and return freed memory."""
+    outlast_readers()
+    ignore_notices()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    for name in ("retouch", "__main__"):  # the module of a process that was started by `python -m`
+        logging.getLogger(name).setLevel(logging.INFO)
+    return_memory_regularly()
 
 
 class FewRepeats(logging.Filter):

@@ -16,9 +16,6 @@ from dataclasses import asdict
 from typing import Any
 
 from retouch.errors import ConfigError, RetouchError, RewardOutage
-from retouch.process.console import outlast_readers
-from retouch.process.machine import return_memory_regularly
-from retouch.process.signals import ignore_notices
 from retouch.rewards.base import problem_of
 from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer
 from retouch.rewards.scorers import make_scorer
@@ -37,9 +34,10 @@ from retouch.rewards.server.frames import (
     read_message,
     unpack_items,
 )
+from retouch.rewards.server.output import begin_process
 from retouch.types import Failure, Outcome
 
-logger = logging.getLogger("retouch.rewards.server.process")  # it runs as __main__, below which nothing is logged
+logger = logging.getLogger(__name__)
 
 _AGAIN_S = 5.0
 """Seconds until a scorer is loaded again after an outage."""
@@ -48,11 +46,7 @@ _AGAIN_S = 5.0
 def main() -> None:
     """Load the scorers that the front names, and answer its batches until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the front, which drains first
-    outlast_readers()
-    ignore_notices()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("retouch").setLevel(logging.INFO)
-    return_memory_regularly()
+    begin_process()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)  # programs that a scorer starts do not need it
     channel = _Channel(connection)
