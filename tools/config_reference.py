@@ -152,7 +152,6 @@ class _Reference:
         }
         shared = [row for row, having in of.items() if len(having) == len(kinds)] if len(kinds) > 2 else []
         several = _named_apart({row: having for row, having in of.items() if 1 < len(having) < len(kinds)}, tag)
-        yield _note(kinds)
         if shared:
             yield f"These keys are the same with every `{tag}`:\n\n{_table(shared)}"
         if several:
@@ -164,7 +163,7 @@ class _Reference:
             judged = (
                 f"It has the keys of {self._link(page, (JudgeConfig,))}.\n\n" if issubclass(kind, JudgeEntry) else ""
             )
-            yield _prose(kind) + judged + (_table(own) if own else "")
+            yield _prose(kind) + judged + _note(kinds) + (_table(own) if own else "")
             also = ", ".join(f"`{name}`" for name, row in named.items() if row in several)
             if also:
                 anchor = re.sub(r"[^a-z0-9_-]", "", f"{SEVERAL} {tag}".lower().replace(" ", "-"))
@@ -209,7 +208,7 @@ def _named_apart(several: dict[str, list[type[BaseModel]]], tag: str | None) -> 
     keys = Counter(row.split(" | ", 1)[0] for row in several)
     named = {row: ", ".join(f"`{_tag_value(kind, tag or '')}`" for kind in having) for row, having in several.items()}
     return {
-        row: f"{row.removesuffix(' |')} Of {named[row]}. |" if keys[row.split(" | ", 1)[0]] > 1 else row
+        row: f"{row.removesuffix(' |')} Option of {named[row]}. |" if keys[row.split(" | ", 1)[0]] > 1 else row
         for row in several
     }
 

@@ -18,15 +18,9 @@ from retouch.algorithms.grpo import recipe as grpo
 from retouch.algorithms.grpo.config import GrpoConfig
 from retouch.config import RunConfig
 from retouch.config.base import Section
-from retouch.config.run import (
-    EmaConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    TrainingConfig,
-    Window,
-)
+from retouch.config.optimizer import OptimizerConfig
+from retouch.config.rollout import RolloutConfig, Window
+from retouch.config.training import EmaConfig, EvaluationConfig, LoggingConfig, TrainingConfig
 from retouch.data.formats import FORMATS
 from retouch.families import FAMILIES
 from retouch.families.base import Train

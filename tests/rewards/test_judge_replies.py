@@ -23,7 +23,7 @@ from retouch.rewards.scorers.judge_client import Budget, BudgetSpent, JudgeClien
 from retouch.rewards.scorers.judge_replies import Problem, adjustments, completion, fitted, read_by, text_of
 from retouch.rewards.scorers.judged import as_integer, read_integers
 from retouch.rewards.scorers.pairwise import read_choice
-from retouch.rewards.server import scoring
+from retouch.rewards.server import process
 from retouch.types import Failure, Score
 
 VERDICT = '{"reason": "fine", "score": 4}'
@@ -387,14 +387,14 @@ def test_a_server_waits_for_a_judge_that_does_not_answer_yet(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is not ready meanwhile; it ended before, and the run with it, as if the reward were set wrongly."""
-    monkeypatch.setattr(scoring, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(process, "_AGAIN_S", 0.01)
     caplog.set_level(logging.WARNING)
     scorer, asked = judge_of(monkeypatch, lambda n, _: (503, LOADING) if n < 3 else (200, chat()), timeout_s=0.02)
-    scoring.load_all({"fits": scorer}, "cpu")
+    process.load_all({"fits": scorer}, "cpu")
     assert len(asked) >= 3 and "rewards.fits: " in caplog.text and "Loading model" in caplog.text
     wrong, _ = judge_of(monkeypatch, lambda *_: (401, error("wrong key")))
     with pytest.raises(ConfigError, match=r"^rewards\.fits: .*wrong key"):
-        scoring.load_all({"fits": wrong}, "cpu")
+        process.load_all({"fits": wrong}, "cpu")
 
 
 def test_an_error_within_a_200_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

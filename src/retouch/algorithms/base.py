@@ -41,16 +41,16 @@ class AlgorithmSection(Section):
     """Whether the text encoder is trained and the diffusion model is frozen."""
 
     READS: ClassVar[Set[Reading]] = ALL_READINGS
-    """What it reads options of other sections for. The others are rejected where they are given, and an override of
-    `algorithm.name` drops those of the file."""
+    """Purposes for which it reads options of other sections. Options for another purpose are rejected where they are
+    given, and an override of `algorithm.name` drops those of `rollout` and `optimizer`."""
     WARNS_UNREAD: ClassVar[bool] = False
     """Whether those are a warning instead, because run files of other algorithms are used for this one, too."""
 
     name: Any
     """Registered name of the algorithm."""
 
-    def reads(self, what: Reading) -> bool:
-        """Whether it reads options of other sections that are for `what`."""
+    def reads(self, run: RunConfig, what: Reading) -> bool:
+        """Whether it reads options of other sections that are for `what` in this run."""
         return what in self.READS
 
     def unread(self, run: RunConfig, key: str, what: Reading) -> str:
@@ -245,14 +245,14 @@ SHIFTED = ReadIn(
     lambda own, run: run.model.spec.prediction == "flow",
     "but {run.model.family} samples without a shift; leave {name} out",
 )
-"""Of training times that may be shifted as sampling shifts them."""
+"""Declares options that shift training times as sampling shifts them."""
 
 SAMPLES = ReadIf(
     "in runs that sample images",
     lambda own: not own.given_images,
     "but {own.takes_given} samples no images; leave {name} out",
 )
-"""Of what is done with rollouts."""
+"""Declares options about rollouts."""
 
 
 def _no_reference(own: Any, run: object) -> str:
@@ -330,9 +330,11 @@ class RlConfig(Objective):
         """The choice by which the run trains on given images."""
         return "algorithm.pairs=offline" if "win" in self.given_images else self.name
 
-    def reads(self, what: Reading) -> bool:
+    def reads(self, run: RunConfig, what: Reading) -> bool:
+        if what in ("step_rule", "parts") and self.step_rule(run) is not None:
+            return True
         sampled = not self.given_images if what == "solver" else self.trains_on_rewards or what != "rollouts"
-        return sampled and super().reads(what)
+        return sampled and super().reads(run, what)
 
     def unread(self, run: RunConfig, key: str, what: Reading) -> str:
         name, given, records = key.rpartition(".")[2], bool(self.given_images), self.recorded_steps(run) > 0

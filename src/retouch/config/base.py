@@ -66,10 +66,10 @@ class Section(BaseModel):
     """Options that may change when a run resumes inside an epoch; subclasses have those of their bases, too. See
     `is_free_in_epoch`."""
     READ_BY: ClassVar[Reading | None] = None
-    """What an algorithm must read options for (`retouch.config.reads`) to read those of this section that declare
-    nothing; None: every algorithm reads them."""
+    """Purpose (`retouch.config.reads`) of the options of this section that declare nothing; None: every algorithm reads
+    them."""
     READ_BY_ALL: ClassVar[Set[str]] = frozenset()
-    """Options that every algorithm reads all the same."""
+    """Options of such a section that every algorithm reads."""
 
     def check(self, run: RunConfig, key: str = "") -> None:
         """Reject options of this section that cannot work in this run: "key: given ...; expected ...; set ...". A rule

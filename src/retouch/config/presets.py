@@ -53,7 +53,7 @@ def fill_in(run: Mapping[str, Any]) -> dict[str, Any]:
 def preset_values(run: RunConfig) -> dict[str, tuple[object, object]]:
     """Dotted key -> (value of the run, value of its preset), of every key of its preset; empty without one."""
     preset, algorithm = run.rollout.preset, run.algorithm
-    if preset is None or not algorithm.reads("presets"):
+    if preset is None or not algorithm.reads(run, "presets"):
         return {}
     rollout = {"step_rule": run.rollout.step_rule, "num_steps": run.rollout.num_steps}
     keys = algorithm.preset_keys(preset, run.model.family, rollout, {})

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from retouch.config.run import RunConfig
 
 Reading = Literal["diffusion", "step_rule", "solver", "presets", "parts", "warm_up", "rollouts", "gradients"]
-"""What an algorithm may read options of other sections for: training the diffusion model, a stochastic step rule, a
-solver of the ODE, `rollout.preset`, rows in parts (`AlgorithmSection.parts_of_row`), a supervised warm-up, samples to
-train on, gradients of rewards."""
+"""Purposes of an algorithm's reading of other sections: training the diffusion model, a stochastic step rule, a solver
+of the ODE, `rollout.preset`, rows in parts (`AlgorithmSection.parts_of_row`), a supervised warm-up, samples to train
+on, gradients of rewards."""
 
 EARLIER_DEFAULTS: Mapping[str, object] = {"optimizer.steps_per_forward": None}
 """Dotted key -> its default in earlier versions. Stored run files have it where nothing reads the key, and a resumed
@@ -118,7 +118,7 @@ def unread(run: RunConfig, section: Section, key: str) -> Iterator[Unread]:
             continue
         for mark in marks:
             if isinstance(mark, ReadBy):
-                if run.algorithm.reads(mark.what):
+                if run.algorithm.reads(run, mark.what):
                     continue
                 because = f"but {run.algorithm.unread(run, dotted, mark.what)}"
                 warns = mark.warns or run.algorithm.WARNS_UNREAD

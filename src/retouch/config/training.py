@@ -193,7 +193,7 @@ class EvaluationConfig(Section):
 
     def check(self, run: RunConfig, key: str = "") -> None:
         if self.weights == "ema" and run.ema is None:
-            section = "set ema.decay=0.999, or " if run.algorithm.reads("diffusion") else "set "
+            section = "set ema.decay=0.999, or " if run.algorithm.reads(run, "diffusion") else "set "
             raise ValueError(f"{key}.weights: given 'ema', but there is no ema section; {section}{key}.weights=raw")
 
     def check_trainable(self, run: RunConfig, key: str = "") -> None:

@@ -466,8 +466,8 @@ class ModelSection(Section):
 
     @property
     def has_released_sizes(self) -> bool:
-        """Whether the network has the sizes of `spec.released`. A folder on this machine says so by its config; another
-        path is taken for that of a released model."""
+        """Whether the network has the sizes of `spec.released`: of a folder on this machine by its config; another path
+        is taken for that of a released model."""
         if self.path == "tiny":
             return False
         name, other = self.spec.network_name, self.transformer
@@ -510,7 +510,7 @@ class ModelSection(Section):
             )
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
-        """What an objective assumes about a few-step model, which is no flow model, and does to it."""
+        """Warnings about a few-step model: it is no flow model, and some objectives undo its distillation."""
         algorithm, path = run.algorithm, self.path
         if self.distilled_steps is None or algorithm.trains_text_encoder:
             return

@@ -268,7 +268,7 @@ class RewardEntry(Section):
                 f"{key}.gated_by: given {self.gated_by!r}, whose role is 'gold': it is not scored in training; set its "
                 "role=train, weight=0"
             )
-        if self.gradient_weight and run.algorithm.reads("gradients"):
+        if self.gradient_weight and run.algorithm.reads(run, "gradients"):
             if self.weight < 0:
                 raise ValueError(
                     f"{key}.gradient_weight: given {self.gradient_weight:g}, but {key}.weight is {self.weight:g}: its "

@@ -33,15 +33,7 @@ class RewardGradientConfig(RlConfig):
         ),
     ] = None
     """Number of last steps that "random" and "all" take from; null takes from the whole schedule."""
-    reward_at: Annotated[
-        Literal["final", "step"],
-        ReadIf(
-            "with `trained_step: random` and `all`",
-            lambda own: own.trained_step != "last",
-            "but the prediction of the last step implies the final image; set algorithm.trained_step=random, or leave "
-            "reward_at out",
-        ),
-    ] = "final"
+    reward_at: Literal["final", "step"] = "final"
     """Image whose reward is differentiated: the final one, or the one that the prediction of the trained step implies
     (ReFL), which is decoded for every trained step. For the last step both are the same."""
     gradient_scale: Literal["rms", "none"] = "rms"
@@ -101,6 +93,11 @@ class RewardGradientConfig(RlConfig):
             raise ValueError(
                 f"algorithm.last_steps: given {steps}, but rollout.num_steps is {rollout.num_steps}; set last_steps to "
                 f"at most {rollout.num_steps}"
+            )
+        if self.reward_at == "step" and self.trained_step == "last":
+            raise ValueError(
+                "algorithm.reward_at: given 'step', but the prediction of the last step implies the final image; set "
+                "algorithm.trained_step=random, or leave reward_at out"
             )
         if rollout.solver != "first_order":
             raise ValueError(
