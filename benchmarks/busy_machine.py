@@ -9,6 +9,8 @@ KMP_BLOCKTIME, at the defaults of the runtimes, bring the spinning back: "spinni
 - quiet: runs that sleep and runs that spin take turns, with nothing beside them; the ratios of neighbours, in CPU
   seconds and in seconds of an optimizer step, as median with an interval that needs no assumption about their
   distribution (order statistics, of at least 95 %).
+- turns: two processes, one of each policy, take turns at two forwards and backwards of the demo's network:
+  neighbours are parts of a second apart, so the machine is the same for both.
 
     python benchmarks/busy_machine.py --out benchmarks/results/busy_machine.json
     python benchmarks/busy_machine.py --parts busy --steps 2      # a look, in minutes
@@ -39,6 +41,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIG = REPOSITORY / "configs/tiny/flux_fill_grpo.yaml"
 POLICIES = {"sleeping": {}, "spinning": {"GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"}}
 SPIN = "while True: pass"
+PARTS = ("busy", "quiet", "turns")
 
 _OF_THREADS = (WAIT_POLICY, "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 """Variables of the caller that would decide instead of the policy."""
@@ -55,14 +58,19 @@ class Cost:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("busy", "quiet"), default=["busy", "quiet"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a run")
     parser.add_argument("--spinners", type=int, default=8, help="processes beside a run")
     parser.add_argument("--runs", type=int, default=3, help="runs of each kind on the busy machine")
     parser.add_argument("--pairs", type=int, default=11, help="runs of each kind on the quiet machine")
+    parser.add_argument("--turns", type=int, default=200, help="turns of each kind on the quiet machine")
+    parser.add_argument("--take-turns", action="store_true", help=argparse.SUPPRESS)  # what one of two processes does
     parser.add_argument("--work", type=Path, default=Path("runs/busy-machine"), help="folder for data and runs")
     parser.add_argument("--out", type=Path, help="JSON to write, or to add to")
     arguments = parser.parse_args()
+    if arguments.take_turns:
+        take_turns()
+        return
     make_data(arguments.work)
     result: dict[str, Any] = {}
     if arguments.out and arguments.out.exists():
@@ -72,6 +80,8 @@ def main() -> None:
         result["busy"] = busy(arguments.work, arguments.steps, arguments.spinners, arguments.runs)
     if "quiet" in arguments.parts:
         result["quiet"] = quiet(arguments.work, arguments.steps, arguments.pairs)
+    if "turns" in arguments.parts:
+        result["turns"] = turns(arguments.turns)
     print(json.dumps(result, indent=2))
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -102,6 +112,56 @@ def quiet(work: Path, steps: int, pairs: int) -> dict[str, Any]:
         "cpu_ratio": interval([a.cpu_s / b.cpu_s for a, b in both]),
         "step_ratio": interval([a.step_s / b.step_s for a, b in both]),
     }
+
+
+def turns(count: int) -> dict[str, Any]:
+    """CPU and wall seconds of the turns of both policies; which one is first alternates."""
+    command = [sys.executable, __file__, "--take-turns"]
+    kept = {key: value for key, value in os.environ.items() if key not in _OF_THREADS}
+    processes = {
+        name: subprocess.Popen(
+            command, env={**kept, WAIT_POLICY: "PASSIVE", **policy}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for name, policy in POLICIES.items()
+    }
+    found: dict[str, list[list[float]]] = {name: [] for name in POLICIES}
+    for number in range(count):
+        for name in list(POLICIES)[:: 1 if number % 2 else -1]:
+            asked, told = processes[name].stdin, processes[name].stdout
+            assert asked is not None and told is not None
+            asked.write(b"\n")
+            asked.flush()
+            found[name].append(json.loads(told.readline()))
+    for process in processes.values():
+        process.communicate()
+    both = list(zip(*found.values(), strict=True))
+    ratios = {what: interval([a[n] / b[n] for a, b in both]) for n, what in enumerate(("cpu_ratio", "wall_ratio"))}
+    medians = {name: dict(zip(("cpu_s", "wall_s"), map(median, zip(*rows, strict=True)), strict=True))
+               for name, rows in found.items()}  # fmt: skip
+    return {"turns": count, **medians, **ratios}
+
+
+def take_turns() -> None:
+    """For every line that comes, two forwards and backwards of the demo's network -> their CPU and wall seconds."""
+    import torch
+    from diffusers import FluxTransformer2DModel
+
+    from retouch.families.loading import tiny_path
+
+    network: Any = FluxTransformer2DModel.from_pretrained(tiny_path("flux_fill") / "transformer")
+    config, draw = network.config, torch.Generator().manual_seed(0)
+    sizes = {"hidden_states": (8, 32, config.in_channels), "encoder_hidden_states": (8, 24, config.joint_attention_dim)}
+    given: dict[str, Any] = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
+    given |= {"pooled_projections": torch.randn((8, config.pooled_projection_dim), generator=draw)}
+    given |= {"timestep": torch.rand(8, generator=draw), "guidance": torch.ones(8)}
+    given |= {"txt_ids": torch.zeros(24, 3), "img_ids": torch.zeros(32, 3)}
+    for line in sys.stdin.buffer:
+        del line
+        cpu, wall = time.process_time(), time.monotonic()
+        for _ in range(2):
+            network(**given).sample.square().mean().backward()
+            network.zero_grad()
+        print(json.dumps([time.process_time() - cpu, time.monotonic() - wall]), flush=True)
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> dict[str, float]:
