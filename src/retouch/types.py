@@ -260,9 +260,9 @@ class Scores:
     weights: Mapping[str, float]
     items: Sequence[RewardItem] = field(default=(), repr=False)
     broken: Collection[int] = ()
-    parts: Mapping[Place, Future[dict[str, list[Outcome]]]] = field(default_factory=dict["Place", "Future[Any]"])
-    places: Mapping[str, Place] = field(default_factory=dict[str, "Place"])
-    gates: Mapping[str, Gate] = field(default_factory=dict[str, "Gate"])
+    parts: Mapping[Place, Future[dict[str, list[Outcome]]]] = field(default_factory=dict[Any, Any])
+    places: Mapping[str, Place] = field(default_factory=dict[str, Any])
+    gates: Mapping[str, Gate] = field(default_factory=dict[str, Any])
 
     def __len__(self) -> int:
         return len(next(iter(self.outcomes.values()), self.items))

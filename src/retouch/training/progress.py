@@ -22,7 +22,7 @@ def saved(state: object) -> dict[str, Any]:
     return {SAVED_AS.get(name, name): value for name, value in vars(state).items()}
 
 
-def restored(kind: type, state: Mapping[str, Any]) -> dict[str, Any]:
+def restored(kind: type[Any], state: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a dataclass by their names in checkpoints -> the same under their own."""
     names = {SAVED_AS.get(f.name, f.name): f.name for f in fields(kind)}
     return {names.get(name, name): value for name, value in state.items()}
