@@ -188,13 +188,13 @@ def _json(value: Mapping[str, Any]) -> str:
     return text
 
 
-def fields_of(item: RewardItem, put: Callable[[Pixels], Any]) -> dict[str, Any]:
+def item_fields(item: RewardItem, put: Callable[[Pixels], Any]) -> dict[str, Any]:
     """An item as JSON values: in place of each of its images, what `put` returns for it."""
     images = {name: put(pixels) for name in PICTURES if (pixels := getattr(item, name)) is not None}
     return {"id": item.id, "prompt": item.prompt, "group": item.group, "metadata": dict(item.metadata), **images}
 
 
-def item_of(fields: Mapping[str, Any], image_at: Callable[[Any, str], Pixels]) -> RewardItem:
+def item_from_fields(fields: Mapping[str, Any], image_at: Callable[[Any, str], Pixels]) -> RewardItem:
     """The item of such values.
 
     Args:

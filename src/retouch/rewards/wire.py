@@ -26,7 +26,7 @@ from retouch.imaging.masks import mask_levels
 from retouch.imaging.reading import as_shown, to_rgb
 from retouch.rewards.messages import PROTOCOL_VERSION, ScoreReply, ScoreRequest, WireItem
 from retouch.rewards.metadata import metadata_bytes
-from retouch.rewards.protocol import Pixels, RewardItem, fields_of, item_of, raw_bytes, raw_pixels
+from retouch.rewards.protocol import Pixels, RewardItem, item_fields, item_from_fields, raw_bytes, raw_pixels
 
 MAX_PIXELS = 64 * 1024 * 1024
 """Maximum of one image: 8192 x 8192."""
@@ -132,7 +132,7 @@ def encode_request(
         request_id=request_id,
         deadline_ms=deadline_ms,
         rewards=list(rewards),
-        items=[WireItem(**fields_of(item, put)) for item in items],
+        items=[WireItem(**item_fields(item, put)) for item in items],
     )
     manifest = request.model_dump_json(exclude_none=True).encode()
     return {"manifest": ("manifest", manifest, "application/json"), **parts}
@@ -230,7 +230,7 @@ def _decode_item(item: WireItem, decode: Callable[[str, Mode], Pixels]) -> Rewar
             raise BrokenMessage(f"{field}: {error}") from None
 
     try:
-        return item_of(vars(item), image_at)
+        return item_from_fields(vars(item), image_at)
     except BrokenMessage as error:
         return str(error)
 

@@ -196,7 +196,7 @@ class _Front:
                 size = len(body)
                 del body
                 deadline = received + message.deadline_ms / 1000
-                parsed = _Request(message, parts, deadline, size, plain)
+                parsed = _ParsedRequest(message, parts, deadline, size, plain)
                 reply = await self._replies.once(key, lambda: self._scored(parsed))
         except (Busy, NoRoom) as busy:
             return error_reply(429, str(busy), retry_after=1)
@@ -214,7 +214,7 @@ class _Front:
             return error_reply(422, problem_of(broken)[:2000])
         return Response(reply, media_type="application/json")
 
-    async def _scored(self, request: _Request) -> tuple[str, bool]:
+    async def _scored(self, request: _ParsedRequest) -> tuple[str, bool]:
         """The JSON of the reply, and whether a repeated request would get the same."""
         share = Share(self._room, self._limits.pixels)
         try:
@@ -222,7 +222,7 @@ class _Front:
         finally:
             share.give_back()
 
-    async def _scored_within(self, request: _Request, share: Share) -> tuple[str, bool]:
+    async def _scored_within(self, request: _ParsedRequest, share: Share) -> tuple[str, bool]:
         message, parts = request.message, request.parts
         raw = parts is not None and all(kind.startswith("image/x-raw") for _, kind in parts.values())
         size = request.size if raw else _SMALL + 1  # a small file may hold many pixels
@@ -241,7 +241,7 @@ class _Front:
 
 
 @dataclass(frozen=True)
-class _Request:
+class _ParsedRequest:
     """A parsed request; `parts` is None if its images are base64, `size` is the bytes of its body, `plain` is a body of
     one image, which gets a reply of its own layout."""
 

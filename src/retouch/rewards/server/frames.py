@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retouch.rewards.protocol import Pixels, RewardItem, fields_of, item_of, raw_bytes, raw_pixels
+from retouch.rewards.protocol import Pixels, RewardItem, item_fields, item_from_fields, raw_bytes, raw_pixels
 from retouch.types import Failure, Outcome, Score
 
 _FIELDS = struct.Struct(">4sQQQI")
@@ -123,12 +123,12 @@ def pack_items(items: Sequence[RewardItem]) -> tuple[list[dict[str, Any]], list[
             chunks.append(raw_bytes(pixels))
         return places[id(pixels)]
 
-    return [fields_of(item, put) for item in items], chunks
+    return [item_fields(item, put) for item in items], chunks
 
 
 def unpack_items(rows: Sequence[Mapping[str, Any]], pixels: bytes) -> list[RewardItem]:
     """The items that `pack_items` packed."""
-    return [item_of(row, lambda place, _: raw_pixels(pixels, place[1:], place[0])) for row in rows]
+    return [item_from_fields(row, lambda place, _: raw_pixels(pixels, place[1:], place[0])) for row in rows]
 
 
 def pack_outcome(outcome: Outcome) -> list[Any]:
