@@ -18,19 +18,19 @@ from retouch.rewards.golden import disagreements, golden_items
 from retouch.rewards.gradient import PixelReward
 from retouch.rewards.protocol import ScorerSpec, missing_needs
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.scorers.clip_r_precision import other_prompts
 from retouch.rewards.scorers.editscore import read_scores as read_editscore
-from retouch.rewards.scorers.geneval_verdict import read_clauses
-from retouch.rewards.scorers.imgedit import TYPES
 from retouch.rewards.scorers.knowledge_graph import read_checklist
 from retouch.rewards.scorers.openai_judge import expectation
-from retouch.rewards.scorers.textedit_judge import TextEditJudgeReward
-from retouch.rewards.scorers.textedit_judge import read_published as read_textedit
 from retouch.rewards.scorers.textpecker import read_transcript
-from retouch.rewards.scorers.viescore import read_scores as read_viescore
 from retouch.rewards.views import View
 from retouch.rewards.wire import BrokenMessage, parse_reply
 from retouch.types import Failure, Score
+from retouch_bench.scorers.clip_r_precision import other_prompts
+from retouch_bench.scorers.geneval_verdict import read_clauses
+from retouch_bench.scorers.imgedit import TYPES
+from retouch_bench.scorers.textedit_judge import TextEditJudgeReward
+from retouch_bench.scorers.textedit_judge import read_published as read_textedit
+from retouch_bench.scorers.viescore import read_scores as read_viescore
 from tests.rewards.fakes import Answer, Asked, FakeServer, honest, item, items, reply, score_checked, values
 from tests.rewards.openai_server import KEY, OpenAIServer
 
