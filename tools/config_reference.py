@@ -106,6 +106,9 @@ SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 SEVERAL = "Keys of more than one"
 
+OWN = ("retouch", "retouch_bench")
+"""Packages of this distribution."""
+
 Kinds = tuple[type[BaseModel], ...]
 """The classes that one section can be."""
 
@@ -248,7 +251,7 @@ def _dotted(key: str, name: str, info: FieldInfo) -> str:
 
 def _kinds(info: FieldInfo) -> Kinds:
     """The section classes that a key can hold, without those of plug-ins."""
-    return tuple(kind for kind in models_of(_entry(info)) if kind.__module__.startswith("retouch."))
+    return tuple(kind for kind in models_of(_entry(info)) if kind.__module__.partition(".")[0] in OWN)
 
 
 def _table(rows: Sequence[str]) -> str:
