@@ -85,6 +85,8 @@ A run is one YAML file. These pages list every key; this page has the top level.
   of the file that it stands in. `$${{` stands for `${{`. Other relative paths start from the working directory.
 - **Validation.** `retouch check RUN.yaml` validates a file without loading models and prints the derived numbers. An
   unknown key is an error that names the nearest valid key.
+- **Readers.** "Read …" at the end of a meaning names what reads the key. Where nothing reads a key that is given,
+  `check` rejects the file, or warns.
 - **Inheritance.** `extends: OTHER.yaml`, relative to the file that contains it, adds the keys of the other file that
   this file does not set. Sections are merged key by key; lists are replaced. A section that names another kind
   (`model.family`, `model.train.kind`, `data.format`, `algorithm.name`, `scorer`) replaces the inherited section
@@ -321,6 +323,8 @@ def _bounds(metadata: list[Any]) -> str:
             if isinstance(bound, annotated_types.MinLen):
                 found.append("(not empty)")
             found += [f"{sign} {getattr(bound, name):.10g}" for name, sign in SIGNS.items() if hasattr(bound, name)]
+    if len(found) == 2 and (found[0][0], found[1][0]) == ("≥", "≤"):
+        return f" {found[0][2:]} to {found[1][2:]}"
     return f" {' and '.join(found)}" if found else ""
 
 

@@ -43,7 +43,8 @@ def _values(kind: Any) -> Iterator[Any]:
         if not any(info.is_required() for info in kind.model_fields.values()):
             yield kind()
     else:
-        yield from {bool: (True, False), int: (2, 3), float: (0.5,), str: ("cps",)}.get(kind, ())
+        plain: dict[Any, tuple[Any, ...]] = {bool: (True, False), int: (2, 3), float: (0.5,), str: ("cps",)}
+        yield from plain.get(kind, ())
 
 
 def with_value(value: Any, key: str, option: Any) -> Any:

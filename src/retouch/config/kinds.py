@@ -137,11 +137,13 @@ def is_set(path: Key, typed: Collection[Key]) -> bool:
 def _drop_unread(run: Mapping[str, Any], algorithm: object, typed: Collection[Key]) -> Iterator[str]:
     """Drop the keys of `rollout` and `optimizer` that an algorithm refuses."""
     kind = cast("type[AlgorithmSection] | None", ALGORITHMS.find(algorithm))
-    for name, of in (("optimizer", OptimizerConfig), ("rollout", RolloutConfig)) if kind else ():
+    if kind is None or kind.WARNS_UNREAD:
+        return
+    for name, of in (("optimizer", OptimizerConfig), ("rollout", RolloutConfig)):
         section = run.get(name)
         for key, marks in sorted(reads_of(of).items()) if isinstance(section, dict) else ():
             refused = any(isinstance(mark, ReadBy) and mark.what not in kind.READS for mark in marks)
             set_here = is_set((name, key), typed) or any(one[:2] == (name, key) for one in typed)
-            if refused and not kind.WARNS_UNREAD and key in section and not set_here:
+            if refused and key in section and not set_here:
                 del section[key]
                 yield f"{name}.{key}"

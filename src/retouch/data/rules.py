@@ -1,4 +1,5 @@
-"""Rules of a run that need its examples: whether they fit the model, the algorithm and each other."""
+"""Rules of a run that need its examples: whether they fit the model, the algorithm and each other. Each
+raises a ConfigError that names the section."""
 
 from __future__ import annotations
 
@@ -16,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def require_targets(config: RunConfig, data: Dataset) -> None:
-    """Refuse examples without a target, where the run has supervised steps.
-
-    Raises:
-        ConfigError: as all of this file, naming the section.
-    """
+    """Refuse examples without a target, where the run has supervised steps."""
     if config.algorithm.supervised_steps(config) == 0:
         return
     without = _ids_without_target(config, data)

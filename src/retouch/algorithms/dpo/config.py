@@ -20,7 +20,7 @@ class DpoConfig(RlConfig):
     """Direct preference optimization (Diffusion-DPO, arXiv 2311.12908), online or on given pairs."""
 
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"beta", "rollout_policy", "reference_refresh_every", "timesteps_per_pair"}
-    READS: ClassVar[Set[Reading]] = RlConfig.READS | {"parts"}
+    READS: ClassVar[Set[Reading]] = {*RlConfig.READS, "parts"}
     recipe: ClassVar[str] = "retouch.algorithms.dpo.recipe:train"
 
     name: Literal["dpo"] = "dpo"

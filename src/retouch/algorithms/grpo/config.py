@@ -33,7 +33,7 @@ class GrpoConfig(AdvantageConfig):
     FREE_IN_EPOCH: ClassVar[Set[str]] = {
         "advantage_clip", "clip_range", "kl_weight", "kl_mode", "old_log_probs", "step_weight",
     }  # fmt: skip
-    READS: ClassVar[Set[Reading]] = RlConfig.READS | {"step_rule", "presets", "parts"}
+    READS: ClassVar[Set[Reading]] = {*RlConfig.READS, "step_rule", "presets", "parts"}
     recipe: ClassVar[str] = "retouch.algorithms.grpo.recipe:train"
     VALUE_ALIASES: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "kl_mode": {"published": "flow_grpo"},

@@ -21,7 +21,7 @@ LABELS = {"good": True, "true": True, "1": True, "bad": False, "false": False, "
 class KtoConfig(RlConfig):
     """Kahneman-Tversky optimization (Diffusion-KTO, arXiv 2404.04465) on labelled images: no pairs, no rewards."""
 
-    READS: ClassVar[Set[Reading]] = RlConfig.READS - {"solver", "rollouts"} | {"parts"}
+    READS: ClassVar[Set[Reading]] = {"diffusion", "warm_up", "parts"}
     recipe: ClassVar[str] = "retouch.algorithms.kto.recipe:train"
 
     name: Literal["kto"] = "kto"

@@ -21,7 +21,7 @@ class NftConfig(AdvantageConfig):
     """DiffusionNFT (arXiv 2509.16117): positive and negative flow matching on the old policy's images."""
 
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"mix", "mode", "old_policy", "kl_weight", "timesteps_per_image"}
-    READS: ClassVar[Set[Reading]] = RlConfig.READS | {"presets", "parts", "gradients"}
+    READS: ClassVar[Set[Reading]] = {*RlConfig.READS, "presets", "parts", "gradients"}
     recipe: ClassVar[str] = "retouch.algorithms.nft.recipe:train"
 
     name: Literal["nft"] = "nft"
