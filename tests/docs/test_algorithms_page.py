@@ -1,4 +1,4 @@
-"""The tables of docs/algorithms.md are what the benchmarks wrote."""
+"""docs/algorithms.md and docs/measured.md: their numbers are what the benchmarks wrote."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs/algorithms.md").read_text(encoding="utf-8")
-PROSE = " ".join(PAGE.split())
+MEASURED = (REPOSITORY / "docs/measured.md").read_text(encoding="utf-8")
+PROSE = " ".join(MEASURED.split())
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
@@ -20,7 +21,6 @@ import kto  # noqa: E402
 import nft  # noqa: E402
 import region  # noqa: E402
 import reward_gradient  # noqa: E402
-import row_weights  # noqa: E402
 import step_options  # noqa: E402
 import text_to_image  # noqa: E402
 from inputs import inputs  # noqa: E402
@@ -38,13 +38,13 @@ def test_forwards_of_the_tiny_runs() -> None:
 
 @pytest.mark.parametrize(
     "benchmark",
-    [algorithms, kto, nft, region, row_weights, step_options, text_to_image],
+    [algorithms, kto, nft, region, step_options, text_to_image],
     ids=lambda module: module.__name__,
 )
 def test_a_table_is_that_of_the_committed_results(benchmark: Any) -> None:
     file = f"benchmarks/results/{benchmark.__name__}.json"
     rows = json.loads((REPOSITORY / file).read_text(encoding="utf-8"))["rows"]
-    assert f"<!-- table: {file} -->\n\n{benchmark.table(rows)}\n" in PAGE
+    assert f"<!-- table: {file} -->\n\n{benchmark.table(rows)}\n" in MEASURED
 
 
 def test_forwards_of_one_trained_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,9 +61,9 @@ def test_forwards_of_one_trained_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_tables_of_reward_gradients_are_those_of_the_committed_results() -> None:
     file = "benchmarks/results/reward_gradient.json"
     rows = json.loads((REPOSITORY / file).read_text(encoding="utf-8"))["rows"]
-    assert f"<!-- table: {file} -->\n\n{reward_gradient.table(rows)}\n" in PAGE
+    assert f"<!-- table: {file} -->\n\n{reward_gradient.table(rows)}\n" in MEASURED
     reached = reward_gradient.reached_table([*rows, *reward_gradient.others()])
-    assert f"<!-- table: {file} reached -->\n\n{reached}\n" in PAGE
+    assert f"<!-- table: {file} reached -->\n\n{reached}\n" in MEASURED
     for row in rows:
         assert row["inputs"] == inputs(reward_gradient.FILE if "nft" in row else reward_gradient.SUPERVISED)
 
