@@ -32,8 +32,8 @@ from typing import Any
 
 from loop_overhead import machine
 
-from retouch.machine import WAIT_POLICY
 from retouch.observe.run_dir import read_metrics
+from retouch.process.machine import WAIT_POLICY
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIG = REPOSITORY / "configs/tiny/flux_fill_grpo.yaml"

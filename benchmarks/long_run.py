@@ -105,7 +105,7 @@ def train(steps: int, work: Path) -> dict[str, Any]:
 
 def rewards(count: int, work: Path) -> dict[str, Any]:
     """Slopes of server and client over `count` scored images."""
-    from retouch.machine import return_memory
+    from retouch.process.machine import return_memory
     from retouch.rewards.client.client import RewardClient
     from retouch.rewards.protocol import RewardItem
     from retouch.types import Score

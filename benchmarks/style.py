@@ -1,9 +1,9 @@
 """Does a style adapter learn, first supervised, then by RL? On the tiny base, of which not one weight changes.
 
 Words are to be written in the font and colour of a reference that shows another word. Measured on words, colours and
-references that nothing was trained on, by a program that knows the truth (`retouch.glyphs`), not by the encoder that
-rewards: how often the font is that of the reference (four fonts; chance is .25, true pictures 1), by how much the ink
-correlates better with that font than with the others, how far its colour is from the reference's (mean of three
+references that nothing was trained on, by a program that knows the truth (`retouch.imaging.glyphs`), not by the encoder
+that rewards: how often the font is that of the reference (four fonts; chance is .25, true pictures 1), by how much the
+ink correlates better with that font than with the others, how far its colour is from the reference's (mean of three
 channels, 0 to 255), and the OCR reward. `shuffled` are the same images judged by another item's style: what an adapter
 that ignored its reference would reach.
 
@@ -37,7 +37,7 @@ from inputs import digest, inputs  # noqa: E402
 from retouch.config import load_run  # noqa: E402
 from retouch.data.dataset import load_dataset  # noqa: E402
 from retouch.families.loading import tiny_path  # noqa: E402
-from retouch.glyphs import font_likeness, ink_colour  # noqa: E402
+from retouch.imaging.glyphs import font_likeness, ink_colour  # noqa: E402
 from retouch.observe import Stopwatch  # noqa: E402
 from retouch.observe.grids import grid  # noqa: E402
 from retouch.observe.run_dir import environment, read_metrics  # noqa: E402

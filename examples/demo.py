@@ -24,10 +24,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from retouch.console import outlast_readers
 from retouch.observe.report import milestones
 from retouch.observe.run_dir import read_metrics
-from retouch.signals import ENDING
+from retouch.process.console import outlast_readers
+from retouch.process.signals import ENDING
 from retouch.training.evaluation import (
     Evaluation,
     load_evaluation,

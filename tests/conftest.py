@@ -108,7 +108,7 @@ SIZE = (32, 64)
 @pytest.fixture(autouse=True)
 def _hub_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that stand in for what comes from the hub run alike with and without one."""
-    monkeypatch.setattr("retouch.hub._probe", lambda endpoint, timeout_s: None)
+    monkeypatch.setattr("retouch.files.hub._probe", lambda endpoint, timeout_s: None)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from retouch.model_files import tiny_path
+from retouch.files.model_files import tiny_path
 
 BASES = tiny_path("flux_fill").parent
 

@@ -24,11 +24,11 @@ from safetensors.torch import load_file, save_file
 
 from retouch.errors import ConfigError, ImageProblem, ModelFilesError
 from retouch.families.loading import tiny_path
-from retouch.imaging import open_image
+from retouch.imaging.reading import open_image
 from retouch.observe.log import LogFile
 from retouch.observe.run_dir import RunLock
+from retouch.process.signals import ENDING
 from retouch.rewards.client.endpoints import resolve_urls
-from retouch.signals import ENDING
 from retouch.tiny import image_encoder
 from retouch.tiny.edits import write_edits
 from retouch.tiny.training import empty_folder

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
-from retouch import console
-from retouch.console import outlast_readers, outlasting_readers, output_problem
 from retouch.observe.run_dir import read_metrics
+from retouch.process import console
+from retouch.process.console import outlast_readers, outlasting_readers, output_problem
 from tests import forked
 from tests.command_line import retouch
 from tests.conftest import small_run
@@ -55,7 +55,7 @@ def without_reader(how: str, *arguments: str, **environment: str) -> int:
 
 LIBRARIES = """
 import logging, os, subprocess, sys, threading, warnings
-from retouch.console import outlast_readers, output_problem
+from retouch.process.console import outlast_readers, output_problem
 outlast_readers()
 import click, rich.console, tqdm
 from retouch.cli.options import start_logging

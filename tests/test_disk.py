@@ -15,8 +15,8 @@ import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
-from retouch.disk import file_problem, write_whole, writing
-from retouch.imaging import write_png
+from retouch.files.disk import file_problem, write_whole, writing
+from retouch.imaging.png import write_png
 from tests.command_line import Outcome, retouch
 
 FULL = "free space, or set logging.dir or --out to another disk"

@@ -20,10 +20,10 @@ import pytest
 import yaml
 
 import retouch
-from retouch import hub
 from retouch.config import ConfigError
 from retouch.data.tables import hub_table
-from retouch.hub import _probe, folder_offline, require_hub
+from retouch.files import hub
+from retouch.files.hub import _probe, folder_offline, require_hub
 from tests.command_line import retouch as retouch_here
 
 CLOSED = "http://127.0.0.1:9"

@@ -27,8 +27,8 @@ from retouch.config import ConfigError
 from retouch.doctor.networks import meta_encoder
 from retouch.families import FAMILIES
 from retouch.families.embeddings import identity
+from retouch.families.image_encoder import TINY, ImageEncoder, changed_normalization, pad_to_square
 from retouch.families.tiny import tiny_image_encoder
-from retouch.image_encoder import TINY, ImageEncoder, changed_normalization, pad_to_square
 from retouch.rewards.scorers.style import StyleReward
 
 

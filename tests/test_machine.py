@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from retouch import machine
-from retouch.machine import WAIT_POLICY, let_threads_sleep, threads_sleep
+from retouch.process import machine
+from retouch.process.machine import WAIT_POLICY, let_threads_sleep, threads_sleep
 
 
 def test_freed_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:

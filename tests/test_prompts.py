@@ -23,10 +23,10 @@ from retouch.data.base import ItemFiles
 from retouch.families import FAMILIES
 from retouch.families.diffusion import FamilyModel
 from retouch.families.loading import component_path, family_class
+from retouch.families.prompts import PromptCheck
 from retouch.families.qwen.text import Shown, prefix_length
 from retouch.families.text import TextEncoder
 from retouch.families.tiny import tiny_pipeline
-from retouch.prompts import PromptCheck
 from tests.command_line import Outcome, retouch
 from tests.tiny_models import tiny_model
 
@@ -255,7 +255,7 @@ def test_short_prompts_are_not_tokenized(counted: list[list[str]]) -> None:
 
 def test_long_prompts_are_tokenized_together(counted: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A call for each would take many times longer; equal ones are counted once, and every one is found."""
-    monkeypatch.setattr("retouch.prompts._AT_ONCE", 4)
+    monkeypatch.setattr("retouch.families.prompts._AT_ONCE", 4)
     run = run_of("sd_inpaint", "tiny")
     long = [f"{LONG * (1 + i % 3)}{i // 2}" for i in range(12)]
     texts = [f"{prompt} 'OPEN'" for prompt in long]

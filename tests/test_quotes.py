@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from retouch.quotes import quoted_texts, read_quotes
+from retouch.rewards.quotes import quoted_texts, read_quotes
 
 WRITTEN: list[tuple[str, list[str]]] = [
     # Latin

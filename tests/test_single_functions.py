@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from retouch import console
 from retouch.benchmarks.geneval import GenEval
 from retouch.config import trust
 from retouch.core.advantages import RewardRows
@@ -27,9 +26,10 @@ from retouch.data.sampler import derive_seed
 from retouch.data.tables import content_digest
 from retouch.errors import RewardOutage
 from retouch.families.embeddings import EmbeddingCache
-from retouch.model_files import incomplete_weights
+from retouch.files.model_files import incomplete_weights
 from retouch.observe.kept import kept_rows
 from retouch.observe.statistics import bootstrap_percentiles
+from retouch.process import console
 from retouch.rewards.client.exchange import no_answer
 from retouch.rollout.encoded import drop_references
 from retouch.training.resume import evaluation_stands

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from retouch.signals import ENDING, NOTICES, interrupt_on_signals
+from retouch.process.signals import ENDING, NOTICES, interrupt_on_signals
 from retouch.training import stopping
 from retouch.training.stopping import StopRequests
 

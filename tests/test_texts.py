@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from retouch import prompts, texts
 from retouch.config import ConfigError, load_run
+from retouch.data import texts
 from retouch.doctor.data import data_lines
-from retouch.model_files import ModelFilesError
+from retouch.families import prompts
+from retouch.files.model_files import ModelFilesError
 from retouch.tiny.signs import (
     draw_words,
     write_signs,

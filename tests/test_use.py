@@ -23,8 +23,10 @@ from retouch.data.base import ItemFiles
 from retouch.data.dataset import read_item
 from retouch.engine import CheckpointError
 from retouch.families.flux_fill.model import FluxFill
-from retouch.imaging import MaskCrop, open_image, to_rgb, write_new_png
-from retouch.lines import parse_lines
+from retouch.imaging.fitting import MaskCrop
+from retouch.imaging.lines import parse_lines
+from retouch.imaging.png import write_new_png
+from retouch.imaging.reading import open_image, to_rgb
 from retouch.training.evaluation import Evaluation
 from retouch.use import exporting
 from retouch.use.comparison import comparison_table, gains

@@ -222,8 +222,8 @@ def what_encoders_read(family: str, folder: Path, prompts: Sequence[str]) -> dic
     """Text encoder -> of each prompt: the ids that it gets, its count, and its count up to the end of the prompt and of
     its first character; and the characters that it has no tokens for."""
     from retouch.families.loading import family_class
+    from retouch.families.prompts import rare_characters
     from retouch.families.qwen.text import Shown
-    from retouch.prompts import rare_characters
 
     kind = family_class(family)
     config = kind.section.model_validate({"path": str(folder)})

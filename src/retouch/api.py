@@ -20,11 +20,11 @@ from PIL import Image
 
 from retouch.config import ConfigError, RunConfig, dump_run, load_run
 from retouch.config.load import overlaid, parse_run
-from retouch.console import outlasting_readers
 from retouch.errors import Stopped
-from retouch.imaging import Box
-from retouch.machine import let_threads_sleep
+from retouch.imaging.masks import Box
 from retouch.observe.run_dir import read_metrics
+from retouch.process.console import outlasting_readers
+from retouch.process.machine import let_threads_sleep
 from retouch.use.exporting import export_weights
 from retouch.use.items import SampleRequest, items_to_sample
 from retouch.use.trained import Trained

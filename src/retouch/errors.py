@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from retouch.plain_text import printable
+from retouch.process.plain_text import printable
 
 
 class RetouchError(Exception):

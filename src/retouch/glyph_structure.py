@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retouch.imaging import Box
-from retouch.saved_tensors import load_frozen
+from retouch.files.saved_tensors import load_frozen
+from retouch.imaging.masks import Box
 
 Variant = Literal["standard", "robust"]
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retouch.lines import greedy_reading
-from retouch.saved_tensors import load_frozen
+from retouch.files.saved_tensors import load_frozen
+from retouch.imaging.lines import greedy_reading
 
 FOLDER = Path(__file__).parent / "tiny" / "bases" / "text_recognizer"
 """The network that comes with the package, and the card of its training."""

@@ -22,13 +22,13 @@ from retouch.adapters.initial_lora import initial_lora, lora_file
 from retouch.adapters.lora import FILE, adapted_modules, add_lora, folded_lora, is_update
 from retouch.adapters.trainee import LoraWeights, make_trainable
 from retouch.adapters.unet_names import original_names
-from retouch.complete import record_files
 from retouch.config import ConfigError
 from retouch.engine import Policy
 from retouch.families import FAMILIES
 from retouch.families.base import TrainLora
 from retouch.families.meta import released_networks
 from retouch.families.tiny import tiny_pipeline
+from retouch.files.complete import record_files
 
 from .test_lora import drawn, network, velocity
 from .test_lora_elsewhere import unet_module, unet_places

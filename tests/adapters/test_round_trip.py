@@ -420,7 +420,7 @@ def test_the_variant_of_a_hub_id_is_asked_for(there: bool, qwen_base: Base, monk
             raise ValueError("no such modeling files are available")
         return qwen_base.folder
 
-    monkeypatch.setattr("retouch.hub._is_downloaded", lambda *_: True)
+    monkeypatch.setattr("retouch.files.hub._is_downloaded", lambda *_: True)
     monkeypatch.setattr(diffusers.DiffusionPipeline, "download", download)
     hub = qwen_base.section("lora").model_copy(update={"path": "Qwen/Qwen-Image", "weights_variant": "fp16"})
     assert pipeline._base_folder(hub, torch.nn.Identity()) == qwen_base.folder
@@ -445,7 +445,7 @@ def test_parts_of_a_hub_id_come_from_its_snapshot(
         asked.append((path, list(given)))
         return snapshot
 
-    monkeypatch.setattr("retouch.hub._is_downloaded", lambda *_: True)
+    monkeypatch.setattr("retouch.files.hub._is_downloaded", lambda *_: True)
     monkeypatch.setattr(diffusers.DiffusionPipeline, "download", download)
     hub = section.model_copy(update={"path": "Qwen/Qwen-Image"})
     local = load_network(section, torch.float32)

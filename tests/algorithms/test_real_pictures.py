@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
-from retouch.glyphs import font
-from retouch.imaging import mask_box
+from retouch.imaging.glyphs import font
+from retouch.imaging.masks import mask_box
 from retouch.observe.run_dir import read_metrics
 from tests.command_line import retouch
 

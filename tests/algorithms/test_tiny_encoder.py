@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from retouch.glyphs import FONTS
-from retouch.image_encoder import ImageEncoder
-from retouch.imaging import mask_box
+from retouch.families.image_encoder import ImageEncoder
+from retouch.imaging.glyphs import FONTS
+from retouch.imaging.masks import mask_box
 from retouch.tiny.image_encoder import (
     build_encoder,
     style_similarity,

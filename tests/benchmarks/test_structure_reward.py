@@ -22,7 +22,7 @@ import inputs  # noqa: E402
 import structure_reward  # noqa: E402
 
 from retouch.glyph_structure import FOLDERS, WEIGHTS  # noqa: E402
-from retouch.glyphs import glyph_correlation  # noqa: E402
+from retouch.imaging.glyphs import glyph_correlation  # noqa: E402
 from retouch.rewards.protocol import RewardItem  # noqa: E402
 from retouch.rewards.scorers.glyph_structure import GlyphStructureReward  # noqa: E402
 from retouch.tiny.signs import draw_sign, draw_words  # noqa: E402

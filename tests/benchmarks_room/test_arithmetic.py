@@ -19,10 +19,11 @@ from retouch.benchmarks.load import load_benchmark
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import read_item
 from retouch.data.formats.brushbench import Runs
-from retouch.imaging import edit_distance, open_image
+from retouch.imaging.reading import open_image
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.clip_r_precision import rank_of_first
+from retouch.rewards.text_distance import edit_distance
 from retouch.types import Failure, Outcome, Score
 
 DATA = Path(__file__).parents[1] / "benchmarks_data"

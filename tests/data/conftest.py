@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from retouch.data.formats.calligrapher import SelfBenchData
-from retouch.imaging import Box
+from retouch.imaging.masks import Box
 
 SIZE = (48, 32)  # width, height
 HOLE: Box = (8, 4, 40, 20)

@@ -28,7 +28,7 @@ from retouch.data.formats.manifest import ManifestData
 from retouch.data.formats.prompts import PromptsData
 from retouch.data.validate import validate, validation_table
 from retouch.doctor.data import data_lines
-from retouch.machine import Machine
+from retouch.process.machine import Machine
 from retouch.types import Processes
 
 from .conftest import Bench, box_mask, picture

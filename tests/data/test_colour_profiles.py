@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from retouch.colour_profiles import in_srgb, is_srgb
-from retouch.imaging import as_shown, open_image, packed, read_mask, to_rgb
+from retouch.imaging.colour_profiles import in_srgb, is_srgb
+from retouch.imaging.masks import read_mask
+from retouch.imaging.reading import as_shown, open_image, packed, to_rgb
 from retouch.rewards import wire
 
 from .conftest import box_mask, pixels

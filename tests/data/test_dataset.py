@@ -17,7 +17,8 @@ from retouch.data.dataset import load_dataset, read_item
 from retouch.data.formats.calligrapher import SelfBenchData
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.validate import Finding, validate, validation_table
-from retouch.imaging import Box, ImageProblem, mask_box
+from retouch.errors import ImageProblem
+from retouch.imaging.masks import Box, mask_box
 from tests.command_line import retouch
 
 from .conftest import HOLE, Bench, box_mask, picture, pixels

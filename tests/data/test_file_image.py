@@ -14,8 +14,9 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageCms
 
-from retouch.file_image import FileImage, read_file_image
-from retouch.imaging import open_image, packed, paste_back, to_rgb
+from retouch.imaging.file_image import FileImage, read_file_image
+from retouch.imaging.masks import paste_back
+from retouch.imaging.reading import open_image, packed, to_rgb
 
 from .image_files import (
     ADOBE_RGB,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
-from retouch import glyphs
-from retouch.glyphs import (
+from retouch.imaging import glyphs
+from retouch.imaging.glyphs import (
     FONTS,
     FontsMissing,
     fit_font,
@@ -20,8 +20,8 @@ from retouch.glyphs import (
     ink_of,
     write_spaced,
 )
-from retouch.imaging import Box
-from retouch.lines import folded
+from retouch.imaging.lines import folded
+from retouch.imaging.masks import Box
 from retouch.tiny.signs import (
     draw_sign,
     draw_words,
@@ -255,7 +255,7 @@ def test_a_line_without_ink_is_no_line(text: str) -> None:
     [("CAFE 12", "ＣＡＦＥ　１２"), ("WAIT...", "WAIT…"), ("9-17", "9‑17"), ("office", "oﬃce"), ("L'OR", "L´OR")],
 )
 def test_a_text_is_rendered_as_the_scorers_compare_it(shown: str, asked: str) -> None:
-    """One rule for readings and ink (`retouch.lines.folded`): what scores 1 as read is no other text, or none, here."""
+    """One rule for readings and ink (`retouch.imaging.lines.folded`): what scores 1 as read is the same text here."""
     assert folded(asked) == folded(shown)
     picture = written(shown, "CaladeaBold")
     value = glyph_correlation(picture, hole(), asked)

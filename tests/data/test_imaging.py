@@ -11,25 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from retouch.file_image import read_file_image
-from retouch.imaging import (
-    Box,
-    Fit,
-    ImageProblem,
-    MaskCrop,
-    edit_distance,
-    fit_size,
-    open_image,
-    packed,
-    paste_back,
-    resize,
-    text_similarity,
-    to_rgb,
-)
-from retouch.imaging import (
-    box_mask as mask_of_box,
-)
-from retouch.lines import folded
+from retouch.errors import ImageProblem
+from retouch.imaging.file_image import read_file_image
+from retouch.imaging.fitting import Fit, MaskCrop, fit_size, resize
+from retouch.imaging.lines import folded
+from retouch.imaging.masks import Box, paste_back
+from retouch.imaging.masks import box_mask as mask_of_box
+from retouch.imaging.reading import open_image, packed, to_rgb
+from retouch.rewards.text_distance import edit_distance, text_similarity
 
 from .conftest import box_mask, picture, pixels
 from .image_files import write_png_of, write_tiff_of

@@ -14,8 +14,7 @@ from retouch.data.base import ItemError, ItemFiles
 from retouch.data.dataset import load_dataset
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.formats.prompts import PromptsData
-from retouch.imaging import PackedImage
-from retouch.lines import (
+from retouch.imaging.lines import (
     MOST_LINES,
     TextLine,
     area,
@@ -27,6 +26,7 @@ from retouch.lines import (
     share_inside,
     shown_text,
 )
+from retouch.imaging.reading import PackedImage
 
 BOX = [40, 20, 80, 40]
 TILTED = [[100, 50], [140, 60], [135, 80], [95, 70]]

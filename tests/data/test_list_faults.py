@@ -17,7 +17,7 @@ from retouch.data.formats.manifest import ManifestData
 from retouch.data.formats.prompts import PromptsData
 from retouch.data.split import split
 from retouch.data.tables import tables_of
-from retouch.disk import files_below
+from retouch.files.disk import files_below
 from tests.command_line import retouch
 
 from .conftest import box_mask, picture

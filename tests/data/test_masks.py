@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter
 
-from retouch.imaging import ImageProblem, mask_box, mask_reading, may_be_inverted, open_image, read_mask
+from retouch.errors import ImageProblem
+from retouch.imaging.masks import mask_box, mask_reading, may_be_inverted, read_mask
+from retouch.imaging.reading import open_image
 
 from .conftest import HOLE, SIZE, box_mask, picture, pixels
 

@@ -18,7 +18,7 @@ from retouch.data.dataset import Dataset, load_dataset
 from retouch.data.formats.complex_edit import ComplexEditData
 from retouch.data.formats.mmmg import DISCIPLINES, LEVELS, MmmgData
 from retouch.data.tables import Table, tables_of
-from retouch.imaging import resize
+from retouch.imaging.fitting import resize
 from retouch.types import Example
 
 from .protocols import (

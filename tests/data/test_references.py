@@ -16,7 +16,9 @@ from retouch.data.dataset import check_item, load_dataset
 from retouch.data.discover import data_at
 from retouch.data.formats.calligrapher import CrossBenchData
 from retouch.data.formats.manifest import ManifestData
-from retouch.imaging import ImageProblem, halves, into_strip, mask_box, stack_above
+from retouch.errors import ImageProblem
+from retouch.imaging.fitting import into_strip, stack_above
+from retouch.imaging.masks import halves, mask_box
 from tests.command_line import retouch
 
 from .conftest import HOLE, SIZE, Bench, box_mask, picture, pixels

@@ -15,7 +15,6 @@ import huggingface_hub.constants as constants
 import pytest
 from pydantic import ValidationError
 
-from retouch import hub
 from retouch.config import RunConfig
 from retouch.data import remote
 from retouch.data.base import DataError, DataSection
@@ -26,6 +25,7 @@ from retouch.data.formats.imgedit import ImgEditData
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.formats.prompts import PromptsData
 from retouch.data.remote import Pinned, cached_path, local_path, pinned
+from retouch.files import hub
 from retouch.use.overlap import seen_in_training
 from tests.command_line import retouch
 from tests.data.hub_stub import COMMIT, HubStub

@@ -10,7 +10,7 @@ import pytest
 from retouch.data.base import DataError, ItemError, ItemFiles
 from retouch.data.dataset import check_item, load_dataset
 from retouch.data.formats.calligrapher import SelfBenchData
-from retouch.imaging import mask_box
+from retouch.imaging.masks import mask_box
 from tests.command_line import retouch
 
 from .conftest import HOLE, SIZE, Bench, box_mask, picture, pixels

@@ -14,10 +14,10 @@ from retouch.data.dataset import load_dataset
 from retouch.data.formats.calligrapher import SelfBenchData
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.sampler import derive_seed
-from retouch.disk import only_writer
-from retouch.glyphs import glyph_correlation, ink_of
-from retouch.imaging import mask_box
-from retouch.lines import parse_lines, polygon_mask
+from retouch.files.disk import only_writer
+from retouch.imaging.glyphs import glyph_correlation, ink_of
+from retouch.imaging.lines import parse_lines, polygon_mask
+from retouch.imaging.masks import mask_box
 from retouch.tiny import signs as synth
 from retouch.tiny.signs import (
     MANIFEST,

@@ -16,7 +16,7 @@ from retouch.data.formats.anytext import AnyTextData, TextFluxData
 from retouch.data.formats.cvtg import CvtgData
 from retouch.data.formats.longtext import LongTextData
 from retouch.data.formats.textedit import TextEditData
-from retouch.lines import parse_lines
+from retouch.imaging.lines import parse_lines
 from tests.benchmarks_room.text_cases import write_anytext, write_cvtg, write_longtext, write_textedit, write_textflux
 
 POINT = {"text": "a", "polygon": [[1, 2]]}

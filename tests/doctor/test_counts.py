@@ -34,12 +34,12 @@ from retouch.doctor.networks import build_networks
 from retouch.engine.saved import complete_checkpoints
 from retouch.families import FAMILIES
 from retouch.families.base import Model
+from retouch.families.image_encoder import TINY
 from retouch.families.loading import (
     ModelFilesError,
     load_model,
     tiny_path,
 )
-from retouch.image_encoder import TINY
 from tests.selection import cells, covering
 from tests.tiny_models import tiny_model
 

@@ -30,9 +30,9 @@ from retouch.doctor.networks import build_networks
 from retouch.doctor.rewards import needed_extras
 from retouch.families.base import DistillationLora
 from retouch.families.flux_fill.spec import FluxFillModel
+from retouch.families.image_encoder import TINY
 from retouch.families.loading import load_model, tiny_path
 from retouch.families.qwen_image.spec import QwenImageModel
-from retouch.image_encoder import TINY
 from retouch.rewards.golden import golden_items
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer

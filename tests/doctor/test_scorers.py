@@ -15,8 +15,8 @@ from retouch.doctor.memory import memory_line, memory_table, report_memory
 from retouch.doctor.model import find_model
 from retouch.doctor.networks import build_networks
 from retouch.doctor.scorers import MILLIONS, scorers_beside
+from retouch.families.image_encoder import TINY
 from retouch.families.meta import on_meta
-from retouch.image_encoder import TINY
 
 
 def run_of(**rewards: dict[str, Any]) -> RunConfig:

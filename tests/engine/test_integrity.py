@@ -23,7 +23,7 @@ from retouch.engine.saved import (
     sound_state,
     verify_files,
 )
-from retouch.saved_tensors import DamagedFile, load_saved
+from retouch.files.saved_tensors import DamagedFile, load_saved
 
 from .test_engine import checkpoints, engine_for, linear
 
@@ -138,7 +138,7 @@ def test_a_file_that_cannot_be_read_is_no_traceback(saved: Path, monkeypatch: py
     def unreadable(path: Path) -> str:
         raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr("retouch.complete._digest", unreadable)
+    monkeypatch.setattr("retouch.files.complete._digest", unreadable)
     with pytest.raises(CheckpointError, match=r"damaged \(.*Input/output error"):
         load(saved)
 

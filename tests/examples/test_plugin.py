@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from retouch.model_files import tiny_path
+from retouch.files.model_files import tiny_path
 from tests import forked
 from tests.docs.pages import REPOSITORY
 from tests.families.facts import text_length

@@ -26,10 +26,10 @@ from retouch.families.embeddings import (
     identity,
 )
 from retouch.families.flux.embeddings import given_embeddings
+from retouch.families.image_encoder import TINY
 from retouch.families.inputs import image_pixels
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.sd_inpaint.spec import SdInpaintModel
-from retouch.image_encoder import TINY
 from retouch.types import Example
 from retouch.use.loaded import for_items
 from retouch.use.page import Asked, Studio

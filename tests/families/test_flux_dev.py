@@ -18,10 +18,10 @@ from retouch.families.base import TrainFull, TrainLora
 from retouch.families.diffusion import pack, unpack
 from retouch.families.flux_dev.model import FluxDev
 from retouch.families.flux_dev.spec import FluxDevModel
+from retouch.families.image_encoder import ImageEncoder
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.meta import released_networks
 from retouch.families.tiny import TEXT_TOKENS, tiny_pipeline
-from retouch.image_encoder import ImageEncoder
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import noise_for, sample
 from retouch.types import Condition, Example

@@ -22,7 +22,6 @@ from diffusers import UNet2DConditionModel
 from huggingface_hub import constants
 from transformers import AutoTokenizer, CLIPTextModel
 
-from retouch import hub
 from retouch.config import ConfigError
 from retouch.doctor.model import find_model, model_lines
 from retouch.doctor.networks import build_networks
@@ -30,6 +29,7 @@ from retouch.errors import InputError
 from retouch.families import FAMILIES
 from retouch.families.loading import ModelFilesError, is_there, load_component, load_model
 from retouch.families.sd_inpaint.spec import SdInpaintModel
+from retouch.files import hub
 from tests.data.hub_stub import HubStub
 from tests.families.facts import text_length
 from tests.selection import default

@@ -18,6 +18,7 @@ from retouch.adapters.ip_adapter import new_adapter
 from retouch.families import FAMILIES
 from retouch.families.base import TrainFull, TrainLora
 from retouch.families.diffusion import pack, unpack
+from retouch.families.image_encoder import ImageEncoder
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.meta import released_networks
 from retouch.families.qwen.base import without_common_padding
@@ -28,7 +29,6 @@ from retouch.families.qwen_image.model import (
 )
 from retouch.families.qwen_image.spec import QwenImageModel
 from retouch.families.tiny import tiny_pipeline
-from retouch.image_encoder import ImageEncoder
 from retouch.rollout.sampler import (
     noise_for,
 )

@@ -229,7 +229,7 @@ def test_a_long_prompt_is_cut_and_images_never(pipeline: Any, caplog: pytest.Log
     [expected], count = long([Shown.of("Paint", [image(1)])]), around + 5 + 2
     [found] = short([Shown.of("Painting", [image(1)])])
     assert short.counts(["Painting"], [1]) == [short.length + 3]
-    assert not caplog.records  # `retouch.prompts` warns, once for all prompts
+    assert not caplog.records  # `retouch.families.prompts` warns, once for all prompts
     torch.testing.assert_close(found, expected[:count])
     with pytest.raises(
         ValueError, match=r"the chat around a prompt takes more than model\.max_sequence_length 15 tokens"

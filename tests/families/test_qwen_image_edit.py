@@ -291,7 +291,7 @@ def test_a_long_prompt_is_cut_and_the_picture_never(pipelines: Any, caplog: pyte
     expected = ChatStates(*parts, 900)("Paint", [source])
     assert torch.equal(short("Painting", [source]), expected)
     assert short.counts(["Painting"], [2]) == [room + 3]
-    assert not caplog.records  # `retouch.prompts` warns, once for all prompts
+    assert not caplog.records  # `retouch.families.prompts` warns, once for all prompts
     assert len(ChatStates(*parts, 900)("x" * 800, [source])) == 800 + 4 + end  # not at 512
     with pytest.raises(ValueError, match=rf"take {4 + end} tokens, but model.max_sequence_length is {3 + end}"):
         ChatStates(*parts, 3 + end)("Paint", [source])

@@ -14,7 +14,7 @@ from retouch.families import FAMILIES
 from retouch.families.diffusion import FamilyModel
 from retouch.families.loading import ModelFilesError, family_class
 from retouch.families.tiny import tiny_pipeline
-from retouch.model_files import UNSUPPORTED
+from retouch.files.model_files import UNSUPPORTED
 
 FLOW = [family for family in FAMILIES if FAMILIES[family].spec.prediction == "flow"]
 SIZE, STEPS = (64, 64), 5

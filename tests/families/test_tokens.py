@@ -19,8 +19,8 @@ from tools.vocabularies import FOLDERS, IMAGE_TOKENS, PROMPTS, RECORDED, what_en
 
 from retouch.config import parse_run
 from retouch.data.base import ItemFiles
+from retouch.families.prompts import PromptCheck
 from retouch.families.qwen.text import PREFIX, prefix_length
-from retouch.prompts import PromptCheck
 from tests import test_extras
 
 DATA: dict[str, Any] = json.loads(RECORDED.read_text(encoding="utf-8"))
@@ -101,7 +101,7 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("retouch.families.loading.read_component", read)
     monkeypatch.setattr("retouch.families.loading.require_hub", lambda key, path: None)
-    monkeypatch.setattr("retouch.prompts.component_path", lambda path, family: path)
+    monkeypatch.setattr("retouch.families.prompts.component_path", lambda path, family: path)
 
 
 def folder(family: str, tmp_path: Path) -> Path:

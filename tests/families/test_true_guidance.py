@@ -21,9 +21,9 @@ from retouch.families import FAMILIES
 from retouch.families.base import TrainIpAdapter
 from retouch.families.flux_fill.model import FluxFill
 from retouch.families.flux_fill.spec import FluxFillModel
+from retouch.families.image_encoder import ImageEncoder
 from retouch.families.loading import family_class, load_model
 from retouch.families.tiny import tiny_pipeline
-from retouch.image_encoder import ImageEncoder
 from retouch.rollout.plan import StepPlan, transition
 from retouch.rollout.sampler import sample
 from retouch.training.build import build

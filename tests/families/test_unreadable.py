@@ -15,8 +15,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from retouch.config import ConfigError
 from retouch.errors import ModelFilesError, why_unreadable
+from retouch.families.image_encoder import TINY, ImageEncoder
 from retouch.families.loading import load_component
-from retouch.image_encoder import TINY, ImageEncoder
 from retouch.rewards.scorers.weights import loading
 
 

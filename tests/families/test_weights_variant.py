@@ -17,10 +17,10 @@ from retouch.doctor.adapter import adapter_lines
 from retouch.doctor.model import find_model
 from retouch.doctor.networks import build_networks
 from retouch.engine import Policy
+from retouch.families.image_encoder import ImageEncoder
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.families.tiny import tiny_image_encoder, tiny_pipeline
-from retouch.image_encoder import ImageEncoder
 from retouch.rewards.scorers.style import StyleReward
 
 

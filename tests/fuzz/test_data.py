@@ -19,7 +19,8 @@ from retouch.data.dataset import read_item
 from retouch.data.discover import recognised
 from retouch.data.formats import FORMATS
 from retouch.errors import RetouchError
-from retouch.imaging import open_image, read_mask, to_rgb
+from retouch.imaging.masks import read_mask
+from retouch.imaging.reading import open_image, to_rgb
 from tests.fuzz.inputs import attempt, blobs, changed, fuzzed, kept, texts
 
 ENTRIES = [

@@ -22,7 +22,7 @@ from retouch.data.dataset import read_item
 from retouch.data.discover import recognised
 from retouch.data.formats import FORMATS
 from retouch.errors import RetouchError
-from retouch.lines import parse_lines, placed, polygon_mask, share_inside, shown_text
+from retouch.imaging.lines import parse_lines, placed, polygon_mask, share_inside, shown_text
 from retouch.rewards.protocol import RewardItem, lines_to_read, text_to_read
 from retouch.rewards.scorers.geneval_verdict import counted, read_clauses, soft_value, verdict
 from retouch.rewards.scorers.knowledge_graph import closed_ged, read_graph

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from retouch.process_wide import loading
+from retouch.process.process_wide import loading
 from retouch.rewards import scorers
 from retouch.rewards.base import PackageScorer
 from retouch.rewards.scorers.ocr import OcrReward, OcrScorer

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from retouch.errors import FontsMissing
+from retouch.files.saved_tensors import load_frozen
 from retouch.glyph_structure import FOLDERS, LETTERS, WEIGHTS, GlyphNetwork, Variant, packaged
-from retouch.saved_tensors import load_frozen
 from retouch.tiny import broken_letters as drawing
 from retouch.tiny.broken_letters import CAP, STRUCTURAL, TEST_FONTS, TRAIN_FONTS, broken_ink, draw_pair
 from retouch.tiny.glyph_structure import (

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from retouch.machine import MOST_HANDLES, raise_handle_limit
+from retouch.process.machine import MOST_HANDLES, raise_handle_limit
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.server.admission import Limits

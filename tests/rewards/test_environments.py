@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from retouch.cli import app
 from retouch.config import ConfigError
-from retouch.disk import only_writer
+from retouch.files.disk import only_writer
 from retouch.rewards import REWARDS
 from retouch.rewards import environments as module
 from retouch.rewards.environments import environment_of, environments, make, own_dependencies, own_requirement, resolve

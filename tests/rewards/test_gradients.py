@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from retouch.imaging import mask_box
+from retouch.imaging.masks import mask_box
 from retouch.rewards import REWARDS
 from retouch.rewards.pixels import rounded_pixels, unit_pixels, with_image
 from retouch.rewards.protocol import RewardItem

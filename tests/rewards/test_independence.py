@@ -21,7 +21,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from rapidocr.ch_ppocr_det.main import DetPreProcess, TextDetector
 
-from retouch.glyphs import font_path
+from retouch.imaging.glyphs import font_path
 from retouch.rewards import REWARDS
 from retouch.rewards.protocol import CheckedScorer, Pixels, RewardItem, Scorer
 from retouch.rewards.rubrics import PROMPT

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from retouch.errors import ConfigError, RewardOutage
-from retouch.plain_json import only_object
+from retouch.files.plain_json import only_object
 from retouch.rewards.addresses import base_and_query, retry_after_s
 from retouch.rewards.foreign import Reply
 from retouch.rewards.protocol import RewardItem

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.imaging import edit_distance, text_similarity
-from retouch.lines import joined
+from retouch.imaging.lines import joined
 from retouch.rewards.matching import MOST_EXACT, Order, Weight, assignment, match_lines
 from retouch.rewards.scorers.ocr_lines import best_matching
+from retouch.rewards.text_distance import edit_distance, text_similarity
 
 SIGN = ["HELLO WORLD", "OPEN DAILY"]
 THREE = [*SIGN, "FREE ENTRY"]

@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from retouch.config import ConfigError
-from retouch.lines import greedy_reading
+from retouch.imaging.lines import greedy_reading
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.easyocr_network import CHARACTERS, EasyOcrNetwork, loaded

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
-from retouch.glyphs import font_path
+from retouch.imaging.glyphs import font_path
 from retouch.rewards.protocol import Pixels, RewardItem, lines_to_read
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.ocr import OcrScorer

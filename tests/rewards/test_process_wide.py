@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from retouch.config import ConfigError
-from retouch.process_wide import loading
+from retouch.process.process_wide import loading
 from retouch.rewards import REWARDS
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.local import LocalRewards

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from retouch.config import ConfigError
-from retouch.glyphs import write_spaced
-from retouch.imaging import mask_box, paste_back, widen
+from retouch.imaging.glyphs import write_spaced
+from retouch.imaging.masks import mask_box, paste_back, widen
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.ocr import OcrReward, OcrScorer, crop_for

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.imaging import as_shown
+from retouch.imaging.reading import as_shown
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.protocol import CheckedScorer, RewardItem
 from retouch.rewards.server.admission import Limits

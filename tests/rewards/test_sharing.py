@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from retouch import machine
 from retouch.config import ConfigError
-from retouch.machine import Machine, this_machine
+from retouch.process import machine
+from retouch.process.machine import Machine, this_machine
 from retouch.rewards import (
     table as compose,
 )

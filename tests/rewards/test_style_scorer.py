@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from retouch.glyphs import FONTS
-from retouch.imaging import mask_box
+from retouch.imaging.glyphs import FONTS
+from retouch.imaging.masks import mask_box
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.style import StyleReward, StyleScorer
 from retouch.tiny.signs import (

@@ -16,13 +16,13 @@ import torch
 from pydantic import ValidationError
 
 from retouch.config import ConfigError
-from retouch.glyphs import FONTS
-from retouch.imaging import edit_distance
-from retouch.model_files import tiny_path
+from retouch.files.model_files import tiny_path
+from retouch.imaging.glyphs import FONTS
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.protocol import CheckedScorer, RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.recognizer import LOWEST, RecognizerReward, RecognizerScorer
+from retouch.rewards.text_distance import edit_distance
 from retouch.text_recognizer import (
     CHARACTERS,
     FOLDER,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.lines import folded, joined, pieces
+from retouch.imaging.lines import folded, joined, pieces
 from retouch.rewards import REWARDS
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.ocr import OcrReward, OcrScorer

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from retouch.imaging import ImageProblem
+from retouch.errors import ImageProblem
 from retouch.observe import Stopwatch
 from retouch.rollout import encoded
 from retouch.rollout.encoded import EncodedData, encoded_ahead

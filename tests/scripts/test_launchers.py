@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from retouch.cli import app
 from retouch.config import derive, load_run
 from retouch.observe.run_dir import read_metrics
-from retouch.signals import ENDING
+from retouch.process.signals import ENDING
 from tests import forked
 from tests.command_line import retouch
 from tests.configs.conftest import shrink, signs

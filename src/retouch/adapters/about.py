@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retouch.hub import is_hub_id
+from retouch.files.hub import is_hub_id
 
 if TYPE_CHECKING:
     from retouch.families.base import ModelSection

@@ -25,12 +25,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from retouch import plain_json
 from retouch.adapters.projections import HEADS, SOURCES
 from retouch.adapters.tensor_file import write_tensors
-from retouch.complete import newest_weights
 from retouch.errors import AdapterFileError, first_line
-from retouch.saved_tensors import DamagedFile, RefusedFile, load_saved
+from retouch.files import plain_json
+from retouch.files.complete import newest_weights
+from retouch.files.saved_tensors import DamagedFile, RefusedFile, load_saved
 
 NAME = "ip-adapter"
 """Stem of the files in a checkpoint: ip-adapter.safetensors and ip-adapter.bin."""

@@ -26,12 +26,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from retouch import plain_json
 from retouch.adapters.lora import ADAPTER, FILE, adapted_modules
 from retouch.adapters.unet_names import original_names
-from retouch.complete import newest_weights, verify_weights
 from retouch.config.errors import ConfigError
 from retouch.errors import first_line
+from retouch.files import plain_json
+from retouch.files.complete import newest_weights, verify_weights
 
 if TYPE_CHECKING:
     from retouch.families.base import FamilySpec, Train, TrainLora

@@ -30,7 +30,7 @@ from retouch.adapters.formats import (
 )
 from retouch.adapters.hosts import Host, host_of
 from retouch.config.errors import ConfigError
-from retouch.image_encoder import ImageEncoder
+from retouch.families.image_encoder import ImageEncoder
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from retouch import plain_json
 from retouch.adapters.fused_lora import fuse_lora
 from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
+from retouch.files import plain_json
 
 FILE = "pytorch_lora_weights.safetensors"
 ADAPTER = "default"

@@ -23,13 +23,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from retouch import plain_json
 from retouch.adapters.lora import folded_lora
 from retouch.errors import ModelFilesError, why_unreadable
 from retouch.families.loading import DTYPES, load_network
 from retouch.families.meta import component_on_meta
-from retouch.hub import require_hub
-from retouch.model_files import INDEX, component_path, components
+from retouch.files import plain_json
+from retouch.files.hub import require_hub
+from retouch.files.model_files import INDEX, component_path, components
 
 if TYPE_CHECKING:
     from retouch.families.base import DistillationLora, ModelSection

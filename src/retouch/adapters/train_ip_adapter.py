@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from retouch import plain_json
 from retouch.adapters.formats import (
     NAME,
     AdapterFile,
@@ -34,8 +33,9 @@ from retouch.adapters.hosts import host_of
 from retouch.adapters.ip_adapter import IpAdapter, new_adapter
 from retouch.adapters.lora import add_lora
 from retouch.adapters.tensor_file import write_tensors
-from retouch.complete import newest_weights, verify_weights
 from retouch.config.errors import ConfigError
+from retouch.files import plain_json
+from retouch.files.complete import newest_weights, verify_weights
 
 if TYPE_CHECKING:
     from retouch.families.base import FamilySpec, Train, TrainIpAdapter

@@ -9,7 +9,7 @@ from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow,
 from retouch.config.base import Text
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.formats.imgedit import ImgEditData
-from retouch.disk import expanded
+from retouch.files.disk import expanded
 from retouch.rewards.scorers.imgedit import TYPES
 
 _REPORT = "arXiv 2505.20275 and later reports; judge GPT-4.1"

@@ -12,8 +12,8 @@ from retouch.benchmarks.base import Benchmark
 from retouch.config.errors import explain, nearest
 from retouch.config.load import read_yaml
 from retouch.config.variables import with_variables
-from retouch.disk import is_file
 from retouch.errors import ConfigError
+from retouch.files.disk import is_file
 from retouch.registry import import_plugins_of_environment
 
 

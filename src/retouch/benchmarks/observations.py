@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from retouch import plain_json
-from retouch.disk import append_to
 from retouch.errors import ConfigError
+from retouch.files import plain_json
+from retouch.files.disk import append_to
 from retouch.rewards.base import UNSCORED, RewardEntry
 from retouch.rewards.client.revisions import without_fingerprints
 from retouch.rewards.protocol import PICTURES, Pixels, RewardItem

@@ -21,12 +21,12 @@ import typer
 
 from retouch import __version__
 from retouch.cli import data, flags, rewards, runs, use
-from retouch.console import outlast_readers, results_problem
-from retouch.disk import OBSTRUCTED, file_problem
 from retouch.errors import RetouchError, Stopped, first_line, is_device_full
-from retouch.machine import let_threads_sleep
-from retouch.plain_text import printable
-from retouch.signals import interrupt_on_signals, interrupted
+from retouch.files.disk import OBSTRUCTED, file_problem
+from retouch.process.console import outlast_readers, results_problem
+from retouch.process.machine import let_threads_sleep
+from retouch.process.plain_text import printable
+from retouch.process.signals import interrupt_on_signals, interrupted
 from retouch.training.stopping import CONTINUE
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -12,8 +12,8 @@ import typer
 from retouch.cli.options import Overrides, RunFile, Trust, parse_size, start_logging
 from retouch.config import load_run
 from retouch.config.errors import nearest
-from retouch.disk import writing
 from retouch.errors import ConfigError
+from retouch.files.disk import writing
 
 app = typer.Typer(no_args_is_help=True, help="Validate, split, precompute or synthesise data.")
 tiny = typer.Typer(no_args_is_help=True, help="Train tiny bases that run on a CPU.")
@@ -33,7 +33,7 @@ def validate(
     start_logging()
     from retouch.data.validate import validate as find_problems
     from retouch.data.validate import validation_table
-    from retouch.prompts import PromptCheck
+    from retouch.families.prompts import PromptCheck
 
     prompts_of = partial(PromptCheck, local=True)
     findings = find_problems(path, parse_size(resolution, "--resolution"), trust=trust, prompts_of=prompts_of)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from retouch.errors import ConfigError
-from retouch.plain_text import PrintableFormatter
+from retouch.process.plain_text import PrintableFormatter
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Values by dotted key.")]

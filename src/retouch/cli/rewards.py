@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from retouch.cli.options import start_logging
-from retouch.disk import writing
+from retouch.files.disk import writing
 
 app = typer.Typer(no_args_is_help=True, help="Serve reward models, or score one image.")
 

@@ -15,8 +15,8 @@ from retouch.config import load_run, numbers
 from retouch.config.check import require_trainable, warnings_of
 from retouch.config.derived import rows_per_forward
 from retouch.config.presets import preset_lines, preset_values
-from retouch.disk import writing
 from retouch.errors import ConfigError
+from retouch.files.disk import writing
 
 app = typer.Typer()
 
@@ -62,7 +62,7 @@ def check(
     require_trainable(config)
     if accelerate is not None and not memory:
         raise ConfigError("--accelerate: given without --memory, which is what it changes; add --memory")
-    from retouch.texts import check_texts
+    from retouch.data.texts import check_texts
 
     check_texts(config)
     launch = None

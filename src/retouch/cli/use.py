@@ -13,9 +13,9 @@ from retouch.cli.options import Json, Trust, parse_size, start_logging
 from retouch.config import load_run
 from retouch.config.base import MOST_IMAGES
 from retouch.config.needs import DATA_SECTIONS
-from retouch.disk import writing
 from retouch.errors import ConfigError
-from retouch.plain_text import printable
+from retouch.files.disk import writing
+from retouch.process.plain_text import printable
 
 if TYPE_CHECKING:
     from retouch.use.trained import Trained

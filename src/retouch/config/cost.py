@@ -17,7 +17,7 @@ from retouch.algorithms.base import Objective
 from retouch.config.derived import kept_checkpoints, numbers, rows_per_forward, sampling_forwards, saved_bytes
 from retouch.config.errors import ConfigError
 from retouch.families import flops
-from retouch.machine import PEAKS, peak_of
+from retouch.process.machine import PEAKS, peak_of
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig

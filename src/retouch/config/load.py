@@ -23,8 +23,8 @@ from retouch.config.presets import section_of
 from retouch.config.run import RunConfig
 from retouch.config.trust import Key, consented, foreign, in_run_directory, named, require_consent
 from retouch.config.variables import variables_in, with_variables
-from retouch.disk import is_file
 from retouch.families import DEFAULT_FAMILY
+from retouch.files.disk import is_file
 from retouch.registry import import_plugins
 from retouch.rewards import REWARDS
 

@@ -22,8 +22,8 @@ from typing import cast
 from pydantic import BaseModel
 
 from retouch.config.base import Names, Section
-from retouch.disk import state_folder
 from retouch.errors import ConfigError, shown
+from retouch.files.disk import state_folder
 from retouch.rewards.addresses import base_url, is_local
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def _is_run(folder: Path) -> bool:
     """Whether a folder has the files of a run beside a run file."""
     if not (folder / "config.yaml").exists():
         return False
-    from retouch.complete import complete_checkpoints  # `retouch check` of the user's own file does not need it
+    from retouch.files.complete import complete_checkpoints  # `retouch check` of the user's own file does not need it
 
     files = (folder / "environment.json", folder / "metrics.jsonl")
     return any(file.exists() for file in files) or bool(complete_checkpoints(folder / "checkpoints"))

@@ -23,8 +23,9 @@ from pydantic import (
 from retouch.config.base import Count, Section
 from retouch.data.remote import pinned
 from retouch.errors import DataError, shown
-from retouch.hub import is_hub_id
-from retouch.imaging import Fit, PackedImage, StripFit
+from retouch.files.hub import is_hub_id
+from retouch.imaging.fitting import Fit, StripFit
+from retouch.imaging.reading import PackedImage
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig

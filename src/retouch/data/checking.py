@@ -24,9 +24,9 @@ from PIL import Image
 import retouch
 from retouch.data.base import DataSection, ItemDoubt, ItemError, ItemFiles
 from retouch.data.identity import files_of
-from retouch.disk import cache_folder, expanded
-from retouch.imaging import PackedImage
-from retouch.machine import this_machine
+from retouch.files.disk import cache_folder, expanded
+from retouch.imaging.reading import PackedImage
+from retouch.process.machine import this_machine
 from retouch.types import Processes
 
 logger = logging.getLogger(__name__)
@@ -149,8 +149,9 @@ def _checks() -> tuple[str, str]:
     """Versions of what checks an item: Pillow and this package."""
     package = Path(retouch.__file__).parent
     source = hashlib.blake2b(digest_size=_BYTES)
-    for name in ("imaging.py", "colour_profiles.py", "lines.py", "data/base.py", "data/dataset.py", "data/lists.py"):
-        source.update((package / name).read_bytes())
+    rules = (package / "data" / name for name in ("base.py", "dataset.py", "lists.py"))
+    for file in (*sorted((package / "imaging").glob("*.py")), *rules):
+        source.update(file.read_bytes())
     return PIL.__version__, source.hexdigest()
 
 

@@ -21,23 +21,12 @@ from PIL import Image
 from retouch.data.base import DataError, DataSection, ImageOptions, ItemDoubt, ItemError, ItemFiles
 from retouch.data.checking import Alone, find_problems, memory_of
 from retouch.data.identity import files_of
-from retouch.disk import is_file
-from retouch.imaging import (
-    Box,
-    ImageProblem,
-    MaskCrop,
-    PackedImage,
-    fit_size,
-    halves,
-    into_strip,
-    mask_box,
-    mask_reading,
-    open_image,
-    read_mask,
-    resize,
-    to_rgb,
-)
-from retouch.lines import Point, TextLine, parse_lines, placed, share_inside
+from retouch.errors import ImageProblem
+from retouch.files.disk import is_file
+from retouch.imaging.fitting import MaskCrop, fit_size, into_strip, resize
+from retouch.imaging.lines import Point, TextLine, parse_lines, placed, share_inside
+from retouch.imaging.masks import Box, halves, mask_box, mask_reading, read_mask
+from retouch.imaging.reading import PackedImage, open_image, to_rgb
 from retouch.types import Example, Processes
 
 logger = logging.getLogger(__name__)
@@ -141,7 +130,7 @@ def load_dataset(
         purpose: name of the section in messages.
         needs: images that every item must have: of source, mask, reference, win, lose.
         processes: all load the same section at the same time and check a share each; None: this process alone.
-        check_prompts: finds items whose prompts are unusable (`retouch.prompts`); None: prompts are not checked.
+        check_prompts: finds items whose prompts are unusable (`retouch.families.prompts`); None: none is checked.
 
     Raises:
         DataError: no items, too many broken items, or two items with one id.

@@ -15,7 +15,7 @@ from retouch.data.formats import FORMATS
 from retouch.data.formats.manifest import ManifestData, manifest_item
 from retouch.data.lists import SUFFIXES, entries_of, read_text, suffix_of
 from retouch.data.remote import local_path
-from retouch.disk import files_below, on_disk
+from retouch.files.disk import files_below, on_disk
 from retouch.registry import import_plugins_of_environment
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retouch.data.base import ItemFiles
-from retouch.disk import is_file
-from retouch.imaging import PackedImage
-from retouch.lines import folded
+from retouch.files.disk import is_file
+from retouch.imaging.lines import folded
+from retouch.imaging.reading import PackedImage
 
 if TYPE_CHECKING:
     from retouch.data.dataset import Dataset

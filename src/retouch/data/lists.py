@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from retouch import plain_json
 from retouch.data.base import DataError
-from retouch.imaging import PackedImage, as_shown, open_image
-from retouch.lines import TextLine, joined, parse_lines, polygon_mask
+from retouch.files import plain_json
+from retouch.imaging.lines import TextLine, joined, parse_lines, polygon_mask
+from retouch.imaging.reading import PackedImage, as_shown, open_image
 
 TABLES = (".csv", ".tsv")
 """Files of cells, the first row of which names the columns."""

@@ -22,9 +22,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
-from retouch.disk import cache_folder, expanded, on_disk
 from retouch.errors import DataError
-from retouch.hub import hub_problem
+from retouch.files.disk import cache_folder, expanded, on_disk
+from retouch.files.hub import hub_problem
 
 logger = logging.getLogger(__name__)
 

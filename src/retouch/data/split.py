@@ -15,8 +15,8 @@ from retouch.data.identity import digest, images_of, paths
 from retouch.data.lists import TABLES, csv_rows, entries_of, lines_of, separator_of, suffix_of
 from retouch.data.remote import names_a_commit
 from retouch.data.sampler import derive_seed
-from retouch.disk import is_file, write_whole
-from retouch.lines import folded
+from retouch.files.disk import is_file, write_whole
+from retouch.imaging.lines import folded
 
 BY = ("image", "picture", "text")
 """Content that the two lists must not share; "picture" is a former name of "image"."""

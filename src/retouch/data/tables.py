@@ -15,9 +15,9 @@ from typing import Any, cast
 from retouch.data.base import DataError
 from retouch.data.lists import entries_of, fields_of, require_file, suffix_of
 from retouch.data.remote import import_library, local_path, of_the_hub, pinned
-from retouch.disk import files_below, is_file, on_disk
-from retouch.hub import hub_problem, require_hub
-from retouch.imaging import PackedImage
+from retouch.files.disk import files_below, is_file, on_disk
+from retouch.files.hub import hub_problem, require_hub
+from retouch.imaging.reading import PackedImage
 
 KINDS = (".parquet", ".arrow", ".jsonl")
 

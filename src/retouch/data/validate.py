@@ -13,11 +13,11 @@ from retouch.data.checking import in_threads, progress
 from retouch.data.dataset import CheckPrompts, examine, listed_in, repeated_ids
 from retouch.data.discover import data_at
 from retouch.data.lists import suffix_of
-from retouch.lines import shown_text
-from retouch.plain_text import printable
-from retouch.quotes import quoted_texts
+from retouch.data.texts import reading_rewards, scored_sections, text_warnings
+from retouch.imaging.lines import shown_text
+from retouch.process.plain_text import printable
 from retouch.rewards.base import RewardEntry
-from retouch.texts import reading_rewards, scored_sections, text_warnings
+from retouch.rewards.quotes import quoted_texts
 
 _SHOWN = 5
 """Items, and warnings, that the table lists one by one."""

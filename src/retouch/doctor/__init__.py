@@ -17,7 +17,7 @@ from retouch.doctor.memory import checkpoint_line, memory_line, network_weights
 from retouch.doctor.model import find_model, model_lines
 from retouch.doctor.networks import build_networks
 from retouch.doctor.rewards import needed_extras, reward_lines
-from retouch.prompts import PromptCheck
+from retouch.families.prompts import PromptCheck
 
 __all__ = ["Line", "diagnose", "table"]
 

@@ -11,8 +11,8 @@ from retouch.doctor.line import Line
 from retouch.doctor.networks import Networks, asked_adapter, encoder_folder, meta_encoder
 from retouch.errors import first_line
 from retouch.families.base import Model, TrainLora
-from retouch.hub import looks_local
-from retouch.model_files import STEMS, Damaged, weights_of
+from retouch.files.hub import looks_local
+from retouch.files.model_files import STEMS, Damaged, weights_of
 
 
 def adapter_lines(model: Model, networks: Networks) -> Iterator[Line]:

@@ -13,9 +13,9 @@ from retouch.config.needs import data_sections, needed_pictures
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles
 from retouch.data.dataset import CheckPrompts, Dataset, all_embedded, doubts_of, load_dataset
 from retouch.data.formats import Data
+from retouch.data.texts import has_text, reading_rewards, require_texts, scored_sections, unknown_characters
 from retouch.doctor.line import Line
 from retouch.errors import InputError
-from retouch.texts import has_text, reading_rewards, require_texts, scored_sections, unknown_characters
 
 if TYPE_CHECKING:
     from retouch.observe import RunDir

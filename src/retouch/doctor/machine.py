@@ -14,7 +14,7 @@ from pathlib import Path
 
 from retouch.doctor.line import GIB, Line, size
 from retouch.errors import first_line
-from retouch.machine import nvidia_smi
+from retouch.process.machine import nvidia_smi
 
 EXTRAS = {
     "train": ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub"),

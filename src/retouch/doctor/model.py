@@ -9,7 +9,7 @@ from typing import Any
 
 from retouch.doctor.line import Line
 from retouch.families.base import Model, OtherTransformer
-from retouch.model_files import Damaged, Shapes, has_component, json_object, schedule_problem, stems, weights_of
+from retouch.files.model_files import Damaged, Shapes, has_component, json_object, schedule_problem, stems, weights_of
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch import plain_json
 from retouch.config.errors import ConfigError
 from retouch.doctor.model import Found, loaded
 from retouch.errors import first_line
 from retouch.families.base import FamilySpec, Model, TrainIpAdapter
-from retouch.hub import hub_problem, refusal
+from retouch.files import plain_json
+from retouch.files.hub import hub_problem, refusal
 from retouch.registry import load_attribute
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def encoder_folder(name: str) -> Path | None:
     """Folder of an image encoder on this machine: a local one, the one of the package, or the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    from retouch.image_encoder import TINY
+    from retouch.families.image_encoder import TINY
 
     folder = TINY if name == "tiny" else Path(name).expanduser()
     if folder.is_dir() or name.count("/") != 1:
@@ -125,7 +125,7 @@ def encoder_class(folder: Path) -> tuple[Any, str]:
     Raises:
         ConfigError: no config, or a model of another kind.
     """
-    from retouch.image_encoder import KINDS
+    from retouch.families.image_encoder import KINDS
 
     try:
         kind = plain_json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
@@ -144,8 +144,8 @@ def meta_encoder(folder: Path) -> tuple[Any, int]:
     """
     from transformers import AutoConfig
 
+    from retouch.families.image_encoder import vision_config
     from retouch.families.meta import on_meta
-    from retouch.image_encoder import vision_config
 
     kind, output = encoder_class(folder)
     config = vision_config(AutoConfig.from_pretrained(folder))

@@ -34,8 +34,8 @@ from retouch.engine.saved import (
     verify_files,
 )
 from retouch.errors import CheckpointError, DamagedFile
-from retouch.process_wide import rng_state, set_rng_state
-from retouch.saved_tensors import load_saved
+from retouch.files.saved_tensors import load_saved
+from retouch.process.process_wide import rng_state, set_rng_state
 from retouch.types import Processes
 
 SaveWeights = Callable[[Mapping[str, Tensor], Path], None]

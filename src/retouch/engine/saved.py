@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal, cast
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from retouch import plain_json
-from retouch.complete import COMPLETE, complete_checkpoints, damaged, read_complete, record_files, verify_files
 from retouch.config import yaml12
-from retouch.disk import read_bounded
 from retouch.errors import CheckpointError
+from retouch.files import plain_json
+from retouch.files.complete import COMPLETE, complete_checkpoints, damaged, read_complete, record_files, verify_files
+from retouch.files.disk import read_bounded
 
 logger = logging.getLogger(__name__)
 

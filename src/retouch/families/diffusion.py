@@ -23,6 +23,7 @@ from retouch.core.schedule import FlowSchedule, Schedule, flux_shift
 from retouch.families.attention import set_attention
 from retouch.families.base import ModelSection
 from retouch.families.embeddings import EmbeddingCache, open_cache
+from retouch.families.image_encoder import ImageEncoder
 from retouch.families.inputs import reference_encoder
 from retouch.families.loading import (
     DTYPES,
@@ -36,8 +37,7 @@ from retouch.families.loading import (
 from retouch.families.quantized import quantize_blocks
 from retouch.families.text import CACHE_SIZE, Networks, PromptEncoder, PromptReader, TextEncoders
 from retouch.families.vae import Autoencoder
-from retouch.image_encoder import ImageEncoder
-from retouch.model_files import schedule_problem
+from retouch.files.model_files import schedule_problem
 from retouch.types import Condition, Example
 
 if TYPE_CHECKING:

@@ -27,13 +27,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from retouch import plain_json
 from retouch.config.errors import ConfigError
-from retouch.disk import read_bounded, write_whole
+from retouch.families.image_encoder import TINY, ImageEncoder, changed_normalization, picture_key
 from retouch.families.loading import component_path, transformer_folder
 from retouch.families.offload import OffloadedNetworks
-from retouch.hub import is_hub_id
-from retouch.image_encoder import TINY, ImageEncoder, changed_normalization, picture_key
+from retouch.files import plain_json
+from retouch.files.disk import read_bounded, write_whole
+from retouch.files.hub import is_hub_id
 
 if TYPE_CHECKING:
     from PIL.Image import Image

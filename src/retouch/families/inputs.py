@@ -12,9 +12,10 @@ from PIL.Image import Resampling
 from torch import Tensor
 
 from retouch.families.embeddings import StoredVectors, open_cache
+from retouch.families.image_encoder import ImageEncoder
 from retouch.families.loading import DTYPES
-from retouch.image_encoder import ImageEncoder
-from retouch.imaging import MASK_THRESHOLD, stack_above
+from retouch.imaging.fitting import stack_above
+from retouch.imaging.masks import MASK_THRESHOLD
 from retouch.types import Example
 
 if TYPE_CHECKING:

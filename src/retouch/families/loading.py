@@ -19,8 +19,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from retouch.errors import first_line, why_unreadable
 from retouch.families import FAMILIES
-from retouch.hub import folder_offline, is_hub_id, read_variant, refusal, require_hub, snapshot, variant_hint
-from retouch.model_files import (
+from retouch.files.hub import folder_offline, is_hub_id, read_variant, refusal, require_hub, snapshot, variant_hint
+from retouch.files.model_files import (
     ModelFilesError,
     component_path,
     has_component,

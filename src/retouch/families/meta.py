@@ -12,10 +12,10 @@ import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from retouch import plain_json
 from retouch.errors import first_line
 from retouch.families.base import FamilySpec
 from retouch.families.loading import ModelFilesError
+from retouch.files import plain_json
 
 
 def on_meta(make: Callable[[], Any]) -> Any:

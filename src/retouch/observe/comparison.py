@@ -17,8 +17,8 @@ from typing import Any
 from PIL import Image
 
 from retouch.config.parts import completed, model_of
-from retouch.disk import write_whole
 from retouch.errors import ConfigError
+from retouch.files.disk import write_whole
 from retouch.observe.grids import grid
 from retouch.observe.html import (
     LINE_COLOURS,

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from retouch.machine import peak_of
 from retouch.observe.measuring import Measurement
+from retouch.process.machine import peak_of
 
 if TYPE_CHECKING:
     from torch import nn

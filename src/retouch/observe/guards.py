@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from retouch.imaging import MASK_THRESHOLD, Pixels, mask_box
+from retouch.imaging.masks import MASK_THRESHOLD, Pixels, mask_box
 from retouch.observe.statistics import MIN_EXAMPLES, paired_difference, student
 
 logger = logging.getLogger(__name__)

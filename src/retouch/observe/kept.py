@@ -15,10 +15,10 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from retouch import plain_json
-from retouch.disk import read_bounded
 from retouch.errors import ImageProblem
-from retouch.imaging import open_image
+from retouch.files import plain_json
+from retouch.files.disk import read_bounded
+from retouch.imaging.reading import open_image
 
 logger = logging.getLogger(__name__)
 

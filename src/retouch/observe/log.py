@@ -13,10 +13,10 @@ from typing import Any
 from retouch.algorithms.vlm_grpo.config import VlmDerived
 from retouch.config import Derived, RunConfig
 from retouch.config.cost import DEFAULT_GPU, cost, cost_lines, known_peak
-from retouch.disk import append_to
-from retouch.machine import nvidia_smi
+from retouch.files.disk import append_to
 from retouch.observe.measuring import Measurement
-from retouch.plain_text import PrintableFormatter
+from retouch.process.machine import nvidia_smi
+from retouch.process.plain_text import PrintableFormatter
 
 logger = logging.getLogger(__name__)
 

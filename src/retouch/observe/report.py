@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retouch import plain_json
-from retouch.disk import write_whole
 from retouch.errors import RetouchError
+from retouch.files import plain_json
+from retouch.files.disk import write_whole
 from retouch.observe.cost import COUNTED
 from retouch.observe.html import (
     COLOURS,

@@ -30,18 +30,18 @@ from typing import TYPE_CHECKING, Any, cast
 import yaml
 from filelock import FileLock, Timeout
 
-from retouch import plain_json
-from retouch.complete import complete_checkpoints
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
 from retouch.config.trust import consent
-from retouch.console import output_problem
-from retouch.disk import append_to, expanded, require_no_link, write_whole
-from retouch.imaging import write_png
+from retouch.files import plain_json
+from retouch.files.complete import complete_checkpoints
+from retouch.files.disk import append_to, expanded, require_no_link, write_whole
+from retouch.imaging.png import write_png
 from retouch.observe.bar import TrainingBar
 from retouch.observe.log import LogFile, StepLog
 from retouch.observe.measuring import Measurement
 from retouch.observe.sinks import Sink, open_sinks, require_sinks
 from retouch.observe.timing import Stopwatch
+from retouch.process.console import output_problem
 from retouch.rewards.foreign import one_line
 
 if TYPE_CHECKING:

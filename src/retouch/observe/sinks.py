@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from retouch.config import ConfigError, RunConfig
-from retouch.disk import write_whole
+from retouch.files.disk import write_whole
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from retouch.config.run import RunConfig
 
 _TEXTS = "texts 2"
-"""In the revision of every scorer that compares texts: which text of a prompt is read (`retouch.quotes`), and how
-`ocr`, `ocr_lines`, `recognizer` and `glyph_structure` compare it (`retouch.lines.folded`)."""
+"""In the revision of every scorer that compares texts: which text of a prompt is read (`retouch.rewards.quotes`), and
+how `ocr`, `ocr_lines`, `recognizer` and `glyph_structure` compare it (`retouch.imaging.lines.folded`)."""
 
 NO_NETWORK = "this scorer has no network and runs on the CPU; leave device out"
 

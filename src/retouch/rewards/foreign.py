@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from retouch import plain_json
+from retouch.files import plain_json
 
 if TYPE_CHECKING:
     from http.cookiejar import CookieJar

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from retouch.errors import ConfigError
-from retouch.imaging import MASK_THRESHOLD
+from retouch.imaging.masks import MASK_THRESHOLD
 from retouch.rewards.protocol import RewardItem, Scorer, malformed, missing_needs, raised
 from retouch.rewards.table import RewardTable
 from retouch.rewards.views import View, can_be_pasted, crop_box, viewed

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retouch.lines import Point
+from retouch.imaging.lines import Point
 from retouch.rewards.protocol import Pixels
 
 Floats = NDArray[np.floating[Any]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from retouch.errors import ConfigError, RewardOutage, shown
-from retouch.process_wide import loading
+from retouch.process.process_wide import loading
 from retouch.rewards.base import problem_of
 from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer, ScorerSpec
 from retouch.types import Outcome

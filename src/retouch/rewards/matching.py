@@ -22,8 +22,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from retouch.imaging import text_similarity
-from retouch.lines import joined, pieces
+from retouch.imaging.lines import joined, pieces
+from retouch.rewards.text_distance import text_similarity
 
 Order = Literal["free", "kept"]
 Weight = Literal["characters", "lines"]

@@ -13,9 +13,10 @@ from typing import Any
 import httpx
 import numpy as np
 
-from retouch import plain_json
 from retouch.errors import ConfigError
-from retouch.imaging import open_image, read_mask, to_rgb
+from retouch.files import plain_json
+from retouch.imaging.masks import read_mask
+from retouch.imaging.reading import open_image, to_rgb
 from retouch.rewards.addresses import reward_token
 from retouch.rewards.client.client import RewardClient, percentile
 from retouch.rewards.client.endpoints import resolve_urls

@@ -14,11 +14,11 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from retouch import plain_json
 from retouch.errors import code_place, is_device_full, shown
-from retouch.lines import TextLine, parse_lines
-from retouch.quotes import quoted_text, quoted_texts
+from retouch.files import plain_json
+from retouch.imaging.lines import TextLine, parse_lines
 from retouch.rewards.foreign import MOST_CHARACTERS, one_line, plain_detail
+from retouch.rewards.quotes import quoted_text, quoted_texts
 from retouch.types import Failure, Outcome, Score
 
 FAILURE_CODES = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.errors import ConfigError
-from retouch.machine import this_machine
+from retouch.process.machine import this_machine
 from retouch.rewards.addresses import reward_token
 from retouch.rewards.client.cache import ScoreCache
 from retouch.rewards.client.client import RewardClient

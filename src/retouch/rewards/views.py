@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from retouch.imaging import MASK_THRESHOLD, Box, mask_box, paste_back, widen
-from retouch.lines import parse_lines, placed
+from retouch.imaging.lines import parse_lines, placed
+from retouch.imaging.masks import MASK_THRESHOLD, Box, mask_box, paste_back, widen
 from retouch.rewards.protocol import RewardItem, malformed
 
 

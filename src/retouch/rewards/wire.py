@@ -21,8 +21,9 @@ import numpy as np
 from PIL import Image
 from pydantic import ValidationError
 
-from retouch import plain_json
-from retouch.imaging import as_shown, mask_levels, to_rgb
+from retouch.files import plain_json
+from retouch.imaging.masks import mask_levels
+from retouch.imaging.reading import as_shown, to_rgb
 from retouch.rewards.messages import PROTOCOL_VERSION, ScoreReply, ScoreRequest, WireItem
 from retouch.rewards.metadata import metadata_bytes
 from retouch.rewards.protocol import PICTURES, Pixels, RewardItem

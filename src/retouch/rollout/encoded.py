@@ -18,7 +18,7 @@ from torch import Tensor
 
 from retouch.data.dataset import Dataset
 from retouch.families.inputs import image_pixels
-from retouch.imaging import stack_above
+from retouch.imaging.fitting import stack_above
 from retouch.lru import LruCache
 from retouch.observe import Stopwatch
 from retouch.types import Condition, DiffusionModel, Example

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from retouch.data.sampler import derive_seed
-from retouch.disk import write_whole
-from retouch.imaging import write_png
+from retouch.files.disk import write_whole
+from retouch.imaging.png import write_png
 from retouch.tiny.signs import new_data
 
 SIDE = 32

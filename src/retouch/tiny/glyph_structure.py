@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from retouch.data.sampler import derive_seed
+from retouch.files.saved_tensors import load_frozen
 from retouch.glyph_structure import WEIGHTS, GlyphNetwork, letter_pixels, packaged
 from retouch.rewards.pixels import unit_pixels
-from retouch.saved_tensors import load_frozen
 from retouch.tiny.broken_letters import (
     STRUCTURAL,
     TEST_FONTS,

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from retouch.data.sampler import derive_seed
+from retouch.families.image_encoder import ImageEncoder
 from retouch.families.tiny import tiny_image_encoder
-from retouch.glyphs import FONTS
-from retouch.image_encoder import ImageEncoder
-from retouch.imaging import mask_box
+from retouch.imaging.glyphs import FONTS
+from retouch.imaging.masks import mask_box
 from retouch.tiny.signs import Sign, draw_sign, draw_words
 from retouch.tiny.training import update
 

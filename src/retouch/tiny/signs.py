@@ -23,9 +23,10 @@ from PIL import Image
 
 from retouch.data.base import DataError
 from retouch.data.sampler import derive_seed
-from retouch.disk import only_writer, write_whole
-from retouch.glyphs import FONTS, write_spaced
-from retouch.imaging import Box, mask_box, write_png
+from retouch.files.disk import only_writer, write_whole
+from retouch.imaging.glyphs import FONTS, write_spaced
+from retouch.imaging.masks import Box, mask_box
+from retouch.imaging.png import write_png
 
 Half = Literal["train", "held_out"]
 
@@ -52,7 +53,7 @@ class Sign:
         picture: RGB image with the word.
         ground: the image without the word.
         mask: "L", 255 over the place of the word, whatever its length.
-        face: font of the word, of `retouch.glyphs.FONTS`.
+        face: font of the word, of `retouch.imaging.glyphs.FONTS`.
         ink: colour of the word.
     """
 
@@ -136,7 +137,7 @@ def draw_sign(
     Letters are evenly spaced across the mask; the ground is light, the ink dark, both of any hue.
 
     Args:
-        face: a font of `retouch.glyphs.FONTS`; None: a random one.
+        face: a font of `retouch.imaging.glyphs.FONTS`; None: a random one.
         ink: a colour; None: a random dark one.
     """
     draw = Random(derive_seed("sign", seed, word))

@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from retouch.data.sampler import derive_seed
-from retouch.imaging import edit_distance, mask_box
-from retouch.model_files import tiny_path
+from retouch.files.model_files import tiny_path
+from retouch.files.saved_tensors import load_frozen
+from retouch.imaging.masks import mask_box
 from retouch.rewards.pixels import unit_pixels
-from retouch.saved_tensors import load_frozen
+from retouch.rewards.text_distance import edit_distance
 from retouch.text_recognizer import (
     COLUMN,
     HEIGHT,

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError
-from retouch.disk import only_writer
+from retouch.files.disk import only_writer
 
 logger = logging.getLogger(__name__)
 

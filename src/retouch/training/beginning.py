@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from retouch.complete import complete_checkpoints
 from retouch.config import ConfigError, RunConfig
 from retouch.config.check import require_trainable
+from retouch.files.complete import complete_checkpoints
 from retouch.observe.run_dir import RunDir
 from retouch.training.resume import require_it_fits
 

@@ -19,18 +19,18 @@ from retouch.config import ConfigError, Derived, RunConfig, derive
 from retouch.config.needs import needed_pictures, require_more_images
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
 from retouch.data.identity import trained_on
+from retouch.data.texts import require_texts_of
 from retouch.engine import Checkpoints, Engine, Policy
 from retouch.families.embeddings import require_prompts
 from retouch.families.loading import DTYPES, load_model
+from retouch.families.prompts import PromptCheck
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.cost import Costs
 from retouch.observe.timing import stopwatch
-from retouch.prompts import PromptCheck
 from retouch.registry import load_named
 from retouch.rewards.table import RewardTable
 from retouch.rollout.encoded import EncodedData
 from retouch.rollout.plan import Plans
-from retouch.texts import require_texts_of
 from retouch.training.beginning import require_can_begin
 from retouch.training.resume import with_kept_defaults
 from retouch.types import DiffusionModel

@@ -23,10 +23,11 @@ from torch import nn
 from retouch.config.check import has_rl
 from retouch.data.formats.mmmg import LEVELS
 from retouch.data.sampler import derive_seed, own_share
-from retouch.disk import write_whole
-from retouch.glyphs import glyph_correlation
-from retouch.imaging import MASK_THRESHOLD, paste_back, write_png
-from retouch.lines import parse_lines, polygon_mask, shown_text
+from retouch.files.disk import write_whole
+from retouch.imaging.glyphs import glyph_correlation
+from retouch.imaging.lines import parse_lines, polygon_mask, shown_text
+from retouch.imaging.masks import MASK_THRESHOLD, paste_back
+from retouch.imaging.png import write_png
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.grids import grid
 from retouch.observe.guards import (

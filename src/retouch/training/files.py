@@ -9,8 +9,8 @@ from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
 from retouch.data.dataset import listed_in
 from retouch.families.base import TrainIpAdapter, TrainLora
-from retouch.hub import is_hub_id, require_hub
-from retouch.model_files import component_path, transformer_path
+from retouch.files.hub import is_hub_id, require_hub
+from retouch.files.model_files import component_path, transformer_path
 
 
 def require_files(run: RunConfig) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic_core import to_jsonable_python
 
-from retouch.complete import COMPLETE, complete_checkpoints, damaged
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
 from retouch.config.base import EARLIER_DEFAULTS, Section
 from retouch.config.load import with_new_names
@@ -21,6 +20,7 @@ from retouch.data.dataset import Dataset
 from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
 from retouch.engine.saved import saved_run_file, sound_state
+from retouch.files.complete import COMPLETE, complete_checkpoints, damaged
 from retouch.observe import RunDir
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.table import RewardTable

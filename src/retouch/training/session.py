@@ -26,11 +26,11 @@ from retouch.data.sampler import derive_seed
 from retouch.engine import CheckpointError, Diverged
 from retouch.engine.saved import sound_state
 from retouch.families.embeddings import base_files
-from retouch.machine import return_memory
 from retouch.observe.guards import StepWatch, score_drifts
 from retouch.observe.log import header, log_cost
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
+from retouch.process.machine import return_memory
 from retouch.rewards.table import of_all
 from retouch.training.build import Run
 from retouch.training.evaluation import (

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
 
-from retouch.signals import ENDING, NOTICES, is_free
+from retouch.process.signals import ENDING, NOTICES, is_free
 
 logger = logging.getLogger(__name__)
 

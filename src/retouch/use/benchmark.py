@@ -18,7 +18,6 @@ from typing import Any
 
 from PIL import Image
 
-from retouch import plain_json
 from retouch.benchmarks.base import Benchmark
 from retouch.benchmarks.observations import Observations
 from retouch.benchmarks.outputs import Output, Shard, digest_of, find_file, item_digest, outputs_of, own, unused_files
@@ -26,11 +25,14 @@ from retouch.benchmarks.result import Column, result_of
 from retouch.config import ConfigError
 from retouch.config.needs import takes_references
 from retouch.data.dataset import Dataset, load_dataset
-from retouch.disk import read_bounded, write_whole
-from retouch.imaging import ImageProblem, open_image, to_rgb, write_png
+from retouch.errors import ImageProblem
+from retouch.families.prompts import PromptCheck
+from retouch.files import plain_json
+from retouch.files.disk import read_bounded, write_whole
+from retouch.imaging.png import write_png
+from retouch.imaging.reading import open_image, to_rgb
 from retouch.observe.comparison import BASE
 from retouch.observe.grids import grid
-from retouch.prompts import PromptCheck
 from retouch.use import benchmark_distances
 from retouch.use.benchmark_images import about_weights, as_trained, batch_size, claim, sample_outputs, with_settings
 from retouch.use.items import make_folder

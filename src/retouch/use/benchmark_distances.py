@@ -14,10 +14,11 @@ import numpy as np
 from retouch.benchmarks.base import Benchmark, DistanceEntry
 from retouch.benchmarks.outputs import SUFFIXES, Output, find_file
 from retouch.data.identity import digest
-from retouch.disk import expanded, files_below
-from retouch.errors import ConfigError, first_line
-from retouch.hub import looks_local
-from retouch.imaging import ImageProblem, PackedImage, Pixels, open_image, to_rgb
+from retouch.errors import ConfigError, ImageProblem, first_line
+from retouch.files.disk import expanded, files_below
+from retouch.files.hub import looks_local
+from retouch.imaging.masks import Pixels
+from retouch.imaging.reading import PackedImage, open_image, to_rgb
 from retouch.observe.distances import DISTANCES, FEWEST_FOR_FID, Features, interval
 from retouch.rewards.devices import own_device
 

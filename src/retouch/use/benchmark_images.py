@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from PIL import Image
 
-from retouch import plain_json
 from retouch.benchmarks.base import Benchmark
 from retouch.benchmarks.outputs import Output, Shard, image_key, own
 from retouch.config import ConfigError, RunConfig
@@ -21,9 +20,11 @@ from retouch.data.base import DataSection, ImageSection
 from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
 from retouch.data.identity import digest
 from retouch.data.sampler import derive_seed
-from retouch.disk import expanded, read_bounded, write_first
-from retouch.file_image import FileImage
-from retouch.imaging import open_image, png_text, to_rgb, write_png
+from retouch.files import plain_json
+from retouch.files.disk import expanded, read_bounded, write_first
+from retouch.imaging.file_image import FileImage
+from retouch.imaging.png import png_text, write_png
+from retouch.imaging.reading import open_image, to_rgb
 
 if TYPE_CHECKING:
     from retouch.types import Condition, Example

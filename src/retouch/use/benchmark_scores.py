@@ -22,8 +22,8 @@ from retouch.data.base import DataSection, ImageSection, ItemFiles
 from retouch.data.checking import in_threads, progress
 from retouch.data.dataset import read_item
 from retouch.data.identity import digest
-from retouch.errors import DataError, RewardOutage
-from retouch.imaging import ImageProblem, open_image, to_rgb
+from retouch.errors import DataError, ImageProblem, RewardOutage
+from retouch.imaging.reading import open_image, to_rgb
 from retouch.lru import LruCache
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.client.revisions import without_fingerprints

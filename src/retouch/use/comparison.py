@@ -19,8 +19,8 @@ from retouch.config import ConfigError, RunConfig
 from retouch.config.check import has_rl
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import Dataset, all_embedded
-from retouch.disk import write_whole
-from retouch.imaging import write_png
+from retouch.files.disk import write_whole
+from retouch.imaging.png import write_png
 from retouch.observe.comparison import (
     BASE,
     Column,

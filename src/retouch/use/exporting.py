@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.adapters import FORMATS
-from retouch.complete import complete_checkpoints
 from retouch.config.errors import nearest
 from retouch.config.load import take_in_plugins
 from retouch.config.parts import model_of, trains_text_encoder
 from retouch.config.presets import section_of
 from retouch.config.trust import consented
-from retouch.disk import file_problem, writing
 from retouch.engine.saved import saved_run_file, sound_state
 from retouch.errors import CheckpointError, ConfigError, InputError, first_line, shown
+from retouch.files.complete import complete_checkpoints
+from retouch.files.disk import file_problem, writing
 from retouch.use.trained import weights_folder
 
 if TYPE_CHECKING:

@@ -19,17 +19,11 @@ from retouch.data.dataset import Dataset, check_item, in_place, load_dataset
 from retouch.data.discover import data_at
 from retouch.data.formats.calligrapher import DEFAULT_TEMPLATE
 from retouch.data.formats.manifest import ManifestData
-from retouch.disk import on_disk
-from retouch.imaging import (
-    FITS,
-    Box,
-    MaskCrop,
-    PackedImage,
-    open_image,
-    packed,
-    to_rgb,
-)
-from retouch.prompts import PromptCheck, require_read
+from retouch.families.prompts import PromptCheck, require_read
+from retouch.files.disk import on_disk
+from retouch.imaging.fitting import FITS, MaskCrop
+from retouch.imaging.masks import Box
+from retouch.imaging.reading import PackedImage, open_image, packed, to_rgb
 from retouch.use.regions import (
     ImageFile,
     boxes_mask,

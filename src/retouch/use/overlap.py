@@ -9,7 +9,7 @@ from retouch.data.base import DataError, DataSection, ItemFiles
 from retouch.data.dataset import Dataset
 from retouch.data.identity import images_of, paths, trained_on
 from retouch.data.remote import cached_path
-from retouch.disk import is_file
+from retouch.files.disk import is_file
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from retouch.config import RunConfig
 from retouch.config.needs import takes_references
 from retouch.data.base import DataSection, ItemFiles
 from retouch.errors import ConfigError, RetouchError
-from retouch.imaging import as_shown, to_rgb
+from retouch.imaging.reading import as_shown, to_rgb
 from retouch.use.items import SampleRequest, items_to_sample
 from retouch.use.loaded import Loaded, for_items, free_memory
 from retouch.use.sampling import generate

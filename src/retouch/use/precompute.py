@@ -16,9 +16,9 @@ from retouch.families.diffusion import FamilyModel
 from retouch.families.embeddings import EmbeddingCache
 from retouch.families.inputs import image_pixels
 from retouch.families.loading import load_model
+from retouch.families.prompts import PromptCheck
 from retouch.families.text import TextEncoders
-from retouch.imaging import stack_above
-from retouch.prompts import PromptCheck
+from retouch.imaging.fitting import stack_above
 from retouch.types import Example
 
 

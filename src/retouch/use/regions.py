@@ -12,19 +12,11 @@ import numpy as np
 from PIL import Image
 
 from retouch.data.lists import line_fields
-from retouch.errors import ConfigError
-from retouch.imaging import (
-    Box,
-    ImageProblem,
-    PackedImage,
-    box_mask,
-    mask_box,
-    open_image,
-    packed,
-    read_mask,
-)
-from retouch.lines import TextLine
-from retouch.quotes import CLOSERS
+from retouch.errors import ConfigError, ImageProblem
+from retouch.imaging.lines import TextLine
+from retouch.imaging.masks import Box, box_mask, mask_box, read_mask
+from retouch.imaging.reading import PackedImage, open_image, packed
+from retouch.rewards.quotes import CLOSERS
 
 ImageFile = Path | PackedImage
 

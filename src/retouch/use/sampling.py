@@ -17,8 +17,10 @@ from retouch.config import RunConfig
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
 from retouch.data.sampler import derive_seed
-from retouch.file_image import FileImage, read_file_image
-from retouch.imaging import Box, open_image, read_mask, write_new_png
+from retouch.imaging.file_image import FileImage, read_file_image
+from retouch.imaging.masks import Box, read_mask
+from retouch.imaging.png import write_new_png
+from retouch.imaging.reading import open_image
 from retouch.observe import Stopwatch
 from retouch.rollout.encoded import encoded_ahead
 from retouch.rollout.plan import ode_plan

@@ -21,13 +21,15 @@ from retouch.data.dataset import examine
 from retouch.data.discover import Found, discover
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.split import split
-from retouch.disk import write_whole
+from retouch.data.texts import has_text
+from retouch.errors import ImageProblem
 from retouch.families import FAMILIES
 from retouch.families.base import SHORT_NAMES, TINY_SIZE_MULTIPLE
-from retouch.imaging import Fit, ImageProblem, open_image
-from retouch.quotes import quoted_text
+from retouch.files.disk import write_whole
+from retouch.imaging.fitting import Fit
+from retouch.imaging.reading import open_image
 from retouch.registry import import_plugins_of_environment
-from retouch.texts import has_text
+from retouch.rewards.quotes import quoted_text
 
 _HELD_OUT = 0.2
 _ENOUGH = 8

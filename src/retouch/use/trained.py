@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from retouch.complete import complete_checkpoints, verify_files, verify_weights
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.engine.saved import sound_state
 from retouch.errors import CheckpointError
+from retouch.files.complete import complete_checkpoints, verify_files, verify_weights
 
 logger = logging.getLogger(__name__)
 

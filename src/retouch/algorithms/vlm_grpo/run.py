@@ -32,16 +32,16 @@ from retouch.algorithms.vlm_grpo.trl_options import SAMPLING
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import needed_pictures, require_more_images
 from retouch.data.dataset import Dataset, load_dataset
+from retouch.data.texts import require_texts_of
 from retouch.engine import Launched
 from retouch.engine.speed import choose_kernels
 from retouch.families.loading import DTYPES, component_path, load_component, load_model, reading_variant
+from retouch.families.prompts import PromptCheck
 from retouch.families.qwen.base import QwenModel
 from retouch.families.qwen.text import ImageTextProcessor, Task, prefix_length
 from retouch.observe import RunDir, Stopwatch
 from retouch.observe.timing import stopwatch
-from retouch.prompts import PromptCheck
 from retouch.rewards.table import RewardTable
-from retouch.texts import require_texts_of
 from retouch.training.beginning import require_can_begin
 from retouch.training.build import is_held_out
 from retouch.types import Example

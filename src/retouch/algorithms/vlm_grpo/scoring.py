@@ -19,8 +19,8 @@ from retouch.algorithms.vlm_grpo.images import ImageRequest, generate_images, pl
 from retouch.algorithms.vlm_grpo.responses import Responses, encode_response, generate_completions
 from retouch.algorithms.vlm_grpo.run import VlmRun
 from retouch.data.sampler import derive_seed
+from retouch.families.image_encoder import picture_key
 from retouch.families.qwen.base import NEGATIVE
-from retouch.image_encoder import picture_key
 from retouch.observe.grids import grid
 from retouch.observe.timing import Stopwatch
 from retouch.rewards.protocol import RewardItem

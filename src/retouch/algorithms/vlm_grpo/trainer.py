@@ -31,7 +31,7 @@ from retouch.observe.cost import Costs
 from retouch.observe.guards import IdleWatch
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
-from retouch.process_wide import rng_state, set_rng_state
+from retouch.process.process_wide import rng_state, set_rng_state
 from retouch.rewards.table import of_all
 from retouch.training.evaluation import Moment, record_evaluation
 from retouch.training.scoring import RewardOutage, raise_together

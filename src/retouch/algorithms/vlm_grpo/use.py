@@ -17,7 +17,7 @@ from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, evaluation_of
 from retouch.config import RunConfig
 from retouch.data.dataset import Dataset
 from retouch.families.loading import DTYPES
-from retouch.imaging import write_png
+from retouch.imaging.png import write_png
 from retouch.observe import RunDir, Stopwatch
 from retouch.rewards.table import RewardTable
 from retouch.rollout.sampler import require_drawn

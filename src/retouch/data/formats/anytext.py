@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Literal, cast
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, Template, item_or_error
 from retouch.data.lists import line_fields, lines_mask, listed_in
 from retouch.data.remote import local_path
-from retouch.disk import file_in, is_file, on_disk
-from retouch.lines import TextLine, parse_lines, placed
+from retouch.files.disk import file_in, is_file, on_disk
+from retouch.imaging.lines import TextLine, parse_lines, placed
 
 SIDE = 512
 """Side of AnyText's images in pixels, in which its polygons are given."""

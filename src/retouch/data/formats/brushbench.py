@@ -23,8 +23,9 @@ from pydantic import Field
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import is_number, parsed, read_text
 from retouch.data.remote import local_path
-from retouch.disk import on_disk
-from retouch.imaging import PackedImage, Pixels
+from retouch.files.disk import on_disk
+from retouch.imaging.masks import Pixels
+from retouch.imaging.reading import PackedImage
 
 MAPPING = "mapping_file.json"
 

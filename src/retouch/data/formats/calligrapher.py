@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, Template, item_or_error
 from retouch.data.lists import is_number, lines_of, number_of
 from retouch.data.remote import local_path
-from retouch.disk import is_file
+from retouch.files.disk import is_file
 
 DEFAULT_TEMPLATE = "The text is '{text}'."
 """Calligrapher's prompt."""

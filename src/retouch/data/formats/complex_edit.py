@@ -15,11 +15,12 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import field_validator
 
-from retouch import plain_json
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData, item_or_error
 from retouch.data.tables import Table, content_digest, hub_table, image_of, in_part, tables_of
 from retouch.errors import shown
-from retouch.imaging import Fit, PackedImage
+from retouch.files import plain_json
+from retouch.imaging.fitting import Fit
+from retouch.imaging.reading import PackedImage
 
 MOST_COMPLEX = 8
 """Atomic edits that an instruction puts together at most."""

@@ -15,7 +15,7 @@ from pydantic import field_validator
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData, chosen, item_or_error
 from retouch.data.lists import require_texts
 from retouch.data.tables import Table, content_digest, hub_table, image_of, in_part, tables_of
-from retouch.imaging import Fit
+from retouch.imaging.fitting import Fit
 
 TASKS = (
     "background_change", "color_alter", "material_alter", "motion_change", "ps_human", "style_change", "subject-add",

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import entries_of, fields_of, require_texts, suffix_of
 from retouch.data.remote import local_path
-from retouch.disk import file_in
+from retouch.files.disk import file_in
 
 LIST = "evaluation_metadata.jsonl"
 

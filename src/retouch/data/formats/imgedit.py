@@ -11,8 +11,8 @@ from retouch.config.base import Text
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import fields_of, number_of, parsed, read_text, require_texts
 from retouch.data.remote import local_path
-from retouch.disk import file_in, is_file, on_disk
-from retouch.imaging import Fit
+from retouch.files.disk import file_in, is_file, on_disk
+from retouch.imaging.fitting import Fit
 
 LIST = "basic_edit.json"
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import entries_of, fields_of, require_texts, text_fields
 from retouch.data.remote import local_path
-from retouch.disk import file_in
+from retouch.files.disk import file_in
 
 FILES = {"en": "text_prompts.jsonl", "zh": "text_prompts_zh.jsonl"}
 """Language -> file in the published folder."""

@@ -34,9 +34,9 @@ from retouch.data.lists import (
     text_fields,
 )
 from retouch.data.remote import local_path
-from retouch.disk import is_file, on_disk
-from retouch.imaging import PackedImage
-from retouch.lines import parse_lines
+from retouch.files.disk import is_file, on_disk
+from retouch.imaging.lines import parse_lines
+from retouch.imaging.reading import PackedImage
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 """Manifest of a folder in the imagefolder layout."""

@@ -19,13 +19,13 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import ValidationInfo, field_validator
 
-from retouch import plain_json
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData, chosen, item_or_error
 from retouch.data.lists import parsed, read_text, suffix_of
 from retouch.data.remote import local_path
 from retouch.data.tables import Table, content_digest, hub_configurations, hub_table, in_part, tables_of
-from retouch.disk import file_in
-from retouch.hub import is_hub_id
+from retouch.files import plain_json
+from retouch.files.disk import file_in
+from retouch.files.hub import is_hub_id
 
 logger = logging.getLogger(__name__)
 

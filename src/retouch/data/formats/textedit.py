@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import entries_of, fields_of, require_texts
 from retouch.data.remote import local_path
-from retouch.disk import is_file, on_disk
+from retouch.files.disk import is_file, on_disk
 
 CATEGORIES = (
     *("1.1.1", "1.1.2", "1.1.3", "1.2.1", "1.2.2", "1.3.1", "1.3.2", "1.4.1", "1.4.2", "1.4.3", "1.4.4"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from retouch.errors import first_line
 from retouch.families.loading import ModelFilesError
-from retouch.saved_tensors import DamagedFile, load_saved
+from retouch.files.saved_tensors import DamagedFile, load_saved
 
 GIVEN = {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
 """Name in the condition -> key in a file of embeddings."""

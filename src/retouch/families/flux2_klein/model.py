@@ -14,12 +14,12 @@ from diffusers import Flux2KleinPipeline
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-from retouch import plain_json
 from retouch.families.flux2.base import Flux2Model, quarters, tiny_parts
 from retouch.families.flux2_klein.spec import Flux2KleinModel
 from retouch.families.loading import ModelFilesError
 from retouch.families.qwen3.text import ChatStates
 from retouch.families.qwen3.tiny import chat_tokenizer, qwen3
+from retouch.files import plain_json
 
 
 class Flux2Klein(Flux2Model):

@@ -23,7 +23,7 @@ from retouch.families.diffusion import pack
 from retouch.families.flux.base import FluxModel, grid_ids, tiny_parts
 from retouch.families.flux_kontext.spec import FluxKontextModel
 from retouch.families.inputs import image_pixels, optional_masks, reference_pixels
-from retouch.imaging import stack_above
+from retouch.imaging.fitting import stack_above
 from retouch.types import Condition, Example
 
 

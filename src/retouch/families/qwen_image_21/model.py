@@ -44,8 +44,8 @@ from retouch.families.qwen_image_21.text import PADDING, SLOT, ImageTextProcesso
 from retouch.families.text import Networks, TextEncoders
 from retouch.families.tiny import SHIFTED
 from retouch.families.vae import QwenAutoencoder
-from retouch.hub import refusal, require_hub
-from retouch.imaging import stack_above
+from retouch.files.hub import refusal, require_hub
+from retouch.imaging.fitting import stack_above
 from retouch.types import Condition, Example
 
 __all__ = ["QwenImage21", "QwenImage21Autoencoder"]

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from retouch import plain_json
-from retouch.disk import require_no_link
+from retouch.files import plain_json
+from retouch.files.disk import require_no_link
 from retouch.rewards.protocol import PICTURES, Pixels, RewardItem
 from retouch.types import Outcome, Score
 

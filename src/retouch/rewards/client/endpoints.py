@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock
 
-from retouch import plain_json
 from retouch.errors import ConfigError
+from retouch.files import plain_json
 from retouch.rewards.addresses import base_url
 
 _CONNECT_S = 1.0

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import httpx
 
-from retouch import plain_json
+from retouch.files import plain_json
 from retouch.rewards.addresses import TOKEN_VARIABLE, is_local, retry_after_s
 from retouch.rewards.client.status import status_of
 from retouch.rewards.foreign import CONNECT_S, no_cookies, one_line, plain_detail

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import httpx
 
-from retouch import plain_json
+from retouch.files import plain_json
 from retouch.rewards.addresses import is_local, reward_token
 from retouch.rewards.foreign import BrokenReply, fetch, no_cookies, one_line
 

@@ -26,8 +26,8 @@ from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
 from retouch.config.errors import nearest
-from retouch.disk import only_writer, writing
 from retouch.errors import ConfigError
+from retouch.files.disk import only_writer, writing
 from retouch.rewards import REWARDS
 
 logger = logging.getLogger(__name__)

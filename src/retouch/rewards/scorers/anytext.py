@@ -14,11 +14,11 @@ from importlib.resources import files
 from statistics import fmean
 from typing import Any, Literal, cast
 
-from retouch.imaging import edit_distance
-from retouch.lines import BETWEEN_LINES
+from retouch.imaging.lines import BETWEEN_LINES
 from retouch.rewards.line_crops import as_pixels, scaled, upright
 from retouch.rewards.protocol import RewardItem, lines_to_read
 from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer
+from retouch.rewards.text_distance import edit_distance
 from retouch.types import Failure, Outcome, Score
 
 Table = Literal["en", "zh"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from retouch.imaging import Box
+from retouch.imaging.masks import Box
 from retouch.rewards.protocol import Pixels
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retouch.config.base import Count
 from retouch.errors import ConfigError
-from retouch.hub import require_hub
+from retouch.files.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.weights import image_processor, loading, model_path, train_extra

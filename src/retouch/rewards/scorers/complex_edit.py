@@ -16,8 +16,8 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from retouch.config.base import Count, NonNegative, Text, Unit
-from retouch.disk import expanded
 from retouch.errors import ConfigError, shown
+from retouch.files.disk import expanded
 from retouch.rewards.base import Question
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import parsed_file

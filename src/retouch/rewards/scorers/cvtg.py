@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Literal
 
-from retouch.lines import BETWEEN_LINES
+from retouch.imaging.lines import BETWEEN_LINES
 from retouch.rewards.protocol import RewardItem, lines_to_read
 from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer
 from retouch.types import Failure, Outcome, Score

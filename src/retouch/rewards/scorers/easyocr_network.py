@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from retouch.errors import ConfigError, first_line
-from retouch.lines import greedy_reading
+from retouch.imaging.lines import greedy_reading
 from retouch.rewards.scorers.weights import read_weights
 
 CHARACTERS = "0123456789!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~ €ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

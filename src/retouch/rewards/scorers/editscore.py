@@ -15,9 +15,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
-from retouch import plain_json
 from retouch.config.base import Count, NonNegative
 from retouch.errors import shown
+from retouch.files import plain_json
 from retouch.rewards.base import Question
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from retouch.imaging import edit_distance
 from retouch.rewards.protocol import RewardItem, text_to_read
 from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer
+from retouch.rewards.text_distance import edit_distance
 from retouch.types import Failure, Outcome, Score
 
 

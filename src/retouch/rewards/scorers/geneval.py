@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from PIL import Image
 from pydantic import model_validator
 
-from retouch import plain_json
 from retouch.config.base import Names, Positive, Text
 from retouch.errors import ConfigError, RewardOutage
+from retouch.files import plain_json
 from retouch.rewards.addresses import base_url, is_local
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.foreign import BrokenReply, fetch, one_line

@@ -14,9 +14,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from retouch.config.base import Unit
-from retouch.glyphs import contrast, ink_box
-from retouch.imaging import Box
-from retouch.lines import folded
+from retouch.imaging.glyphs import contrast, ink_box
+from retouch.imaging.lines import folded
+from retouch.imaging.masks import Box
 from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels, with_image
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from retouch.glyphs import Ink
+    from retouch.imaging.glyphs import Ink
 
 
 class GlyphStructureReward(RewardEntry):

@@ -16,10 +16,10 @@ from typing import Any, Literal, cast
 
 from pydantic import model_validator
 
-from retouch import plain_json
 from retouch.config.base import Count, NonNegative, Text
-from retouch.disk import expanded
 from retouch.errors import ConfigError, shown
+from retouch.files import plain_json
+from retouch.files.disk import expanded
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import Encoding, image_part
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer

@@ -16,7 +16,7 @@ import numpy as np
 
 from retouch.config.base import Count
 from retouch.errors import ConfigError, first_line
-from retouch.hub import require_hub
+from retouch.files.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.reading import importlib_version

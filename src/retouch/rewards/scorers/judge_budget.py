@@ -20,8 +20,8 @@ from threading import Lock
 from typing import Any
 from urllib.parse import quote
 
-from retouch import plain_json
-from retouch.disk import read_bounded, write_whole
+from retouch.files import plain_json
+from retouch.files.disk import read_bounded, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 import numpy as np
 from pydantic import Field, model_validator
 
-from retouch import plain_json
 from retouch.config.base import Count, Names, NonNegative, Positive
 from retouch.errors import ConfigError, RewardOutage, shown
+from retouch.files import plain_json
 from retouch.rewards.addresses import is_local
 from retouch.rewards.base import PackageScorer, Question, RewardEntry
 from retouch.rewards.protocol import RewardItem

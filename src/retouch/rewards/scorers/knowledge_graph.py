@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from retouch import plain_json
+from retouch.files import plain_json
 
 _REVERSED = "requires"
 """requires(a, b): b comes first."""

@@ -18,8 +18,8 @@ import numpy as np
 from PIL import Image
 
 from retouch.errors import ConfigError
-from retouch.lines import greedy_reading
-from retouch.machine import threads_sleep
+from retouch.imaging.lines import greedy_reading
+from retouch.process.machine import threads_sleep
 from retouch.registry import load_attribute
 from retouch.rewards.protocol import Pixels
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from retouch.config.base import Text
-from retouch.imaging import MASK_THRESHOLD
+from retouch.imaging.masks import MASK_THRESHOLD
 from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.protocol import RewardItem

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import model_validator
 
-from retouch.imaging import MASK_THRESHOLD
+from retouch.imaging.masks import MASK_THRESHOLD
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.clip import ClipReward

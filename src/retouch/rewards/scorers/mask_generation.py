@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from retouch.imaging import Box
+from retouch.imaging.masks import Box
 from retouch.rewards.protocol import Pixels
 
 if TYPE_CHECKING:

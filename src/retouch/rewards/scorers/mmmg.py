@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import model_validator
 
 from retouch.config.base import Names, Text
-from retouch.disk import expanded
 from retouch.errors import ConfigError, shown
+from retouch.files.disk import expanded
 from retouch.registry import PLUGINS, load_attribute
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import constants_of

@@ -14,11 +14,11 @@ from typing import Literal
 from pydantic import model_validator
 
 from retouch.config.base import Unit
-from retouch.imaging import text_similarity
-from retouch.lines import folded
+from retouch.imaging.lines import folded
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers import line_readers
 from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer, crop_for, importlib_version, unreadable
+from retouch.rewards.text_distance import text_similarity
 from retouch.types import Failure, Outcome, Score
 
 

@@ -15,12 +15,12 @@ from statistics import fmean
 from typing import Any, Literal
 
 from retouch.config.base import Unit
-from retouch.imaging import text_similarity
-from retouch.lines import BETWEEN_LINES, MOST_LINES, TextLine, folded, joined
+from retouch.imaging.lines import BETWEEN_LINES, MOST_LINES, TextLine, folded, joined
 from retouch.rewards.line_crops import as_pixels, upright
 from retouch.rewards.matching import MOST_EXACT, Matching, Order, Weight, match_lines
 from retouch.rewards.protocol import RewardItem, lines_to_read
 from retouch.rewards.scorers.reading import FoundLine, ReadingEntry, ReadingScorer, crop_for, unreadable
+from retouch.rewards.text_distance import text_similarity
 from retouch.types import Failure, Outcome, Score
 
 _UNREAD = "–"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from retouch.imaging import MASK_THRESHOLD
+from retouch.imaging.masks import MASK_THRESHOLD
 from retouch.rewards.base import NO_NETWORK, PixelScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.types import Failure, Outcome, Score

@@ -19,10 +19,10 @@ from pydantic import Field
 from retouch.config.base import Text
 from retouch.config.errors import nearest
 from retouch.errors import ConfigError
-from retouch.imaging import MASK_THRESHOLD, Box, mask_box, widen
-from retouch.lines import Bounds, folded, joined
-from retouch.machine import threads_sleep
-from retouch.plain_text import some_of
+from retouch.imaging.lines import Bounds, folded, joined
+from retouch.imaging.masks import MASK_THRESHOLD, Box, mask_box, widen
+from retouch.process.machine import threads_sleep
+from retouch.process.plain_text import some_of
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers import line_readers, paddle

@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.base import Unit
-from retouch.glyphs import ink_box
-from retouch.imaging import Box, text_similarity
-from retouch.lines import folded
+from retouch.imaging.glyphs import ink_box
+from retouch.imaging.lines import folded
+from retouch.imaging.masks import Box
 from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels, with_image
 from retouch.rewards.protocol import RewardItem, lines_to_read
 from retouch.rewards.scorers.reading import crop_box, unreadable
 from retouch.rewards.scorers.weights import file_digest
+from retouch.rewards.text_distance import text_similarity
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from retouch.lines import Bounds
+from retouch.imaging.lines import Bounds
 from retouch.rewards.protocol import Pixels
 from retouch.rewards.scorers.mask_generation import region_boxes
 from retouch.rewards.scorers.ocr_lines import OcrLinesReward

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
-from retouch.imaging import MASK_THRESHOLD
+from retouch.imaging.masks import MASK_THRESHOLD
 from retouch.rewards.base import NO_NETWORK, PixelScorer, RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.types import Failure, Outcome, Score

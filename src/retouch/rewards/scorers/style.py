@@ -22,7 +22,7 @@ from retouch.rewards.scorers.weights import model_path
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
-    from retouch.image_encoder import ImageEncoder
+    from retouch.families.image_encoder import ImageEncoder
 
 
 class StyleReward(RewardEntry):
@@ -73,7 +73,7 @@ class StyleScorer(PackageScorer[StyleReward]):
         Raises:
             ConfigError: no such encoder, or rapidocr is not installed.
         """
-        from retouch.image_encoder import ImageEncoder
+        from retouch.families.image_encoder import ImageEncoder
 
         path, variant = model_path(self.options.image_encoder), self.options.weights_variant
         self._encoder = ImageEncoder.load(path, where="image_encoder", variant=variant, resident=True)

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from PIL import Image
 
-from retouch.imaging import edit_distance
-from retouch.lines import BETWEEN_LINES, Bounds
+from retouch.imaging.lines import BETWEEN_LINES, Bounds
 from retouch.rewards.protocol import RewardItem, text_to_read
 from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer
+from retouch.rewards.text_distance import edit_distance
 from retouch.types import Failure, Outcome, Score
 
 _SLACK = 1e-5  # the published script adds it to the longer length

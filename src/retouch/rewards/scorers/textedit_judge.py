@@ -17,10 +17,10 @@ import numpy as np
 from PIL import Image
 from pydantic import model_validator
 
-from retouch import plain_json
 from retouch.config.base import Count, NonNegative, Text
-from retouch.disk import expanded
 from retouch.errors import ConfigError, shown
+from retouch.files import plain_json
+from retouch.files.disk import expanded
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers.copied_texts import constants_of
 from retouch.rewards.scorers.judge_client import image_part

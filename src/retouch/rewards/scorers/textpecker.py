@@ -24,14 +24,14 @@ from typing import Annotated, Any, Literal, cast
 import numpy as np
 from pydantic import Field
 
-from retouch import plain_json
 from retouch.config.base import Count, Unit
 from retouch.errors import shown
-from retouch.imaging import text_similarity
+from retouch.files import plain_json
 from retouch.rewards.matching import assignment
 from retouch.rewards.protocol import RewardItem, text_to_read
 from retouch.rewards.scorers.judge_client import image_part
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer
+from retouch.rewards.text_distance import text_similarity
 from retouch.types import Failure, Outcome, Score
 
 QUESTION = Path(__file__).with_name("textpecker_question.txt")

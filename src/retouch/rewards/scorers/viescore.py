@@ -20,8 +20,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from PIL import Image
 
-from retouch import plain_json
 from retouch.config.base import Count, NonNegative
+from retouch.files import plain_json
 from retouch.rewards.base import Question
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.judge_client import Encoding, image_part

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.disk import expanded
 from retouch.errors import ConfigError, first_line, why_unreadable
-from retouch.hub import is_hub_id, require_hub
+from retouch.files.disk import expanded
+from retouch.files.hub import is_hub_id, require_hub
 
 if TYPE_CHECKING:
     from torch import Tensor

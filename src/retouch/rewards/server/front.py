@@ -14,14 +14,14 @@ from typing import BinaryIO
 import uvicorn
 from fastapi import FastAPI
 
-from retouch.console import outlast_readers
-from retouch.machine import raise_handle_limit, return_memory_regularly
+from retouch.process.console import outlast_readers
+from retouch.process.machine import raise_handle_limit, return_memory_regularly
+from retouch.process.signals import ignore_notices
 from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.app import app_of
 from retouch.rewards.server.connections import protocol_of
 from retouch.rewards.server.output import FewRepeats
 from retouch.rewards.server.worker import ProcessWorker
-from retouch.signals import ignore_notices
 
 logger = logging.getLogger(__name__)
 

@@ -18,17 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from retouch import plain_json
 from retouch.config.errors import nearest
-from retouch.disk import append_to
 from retouch.errors import ConfigError
+from retouch.files import plain_json
+from retouch.files.disk import append_to
+from retouch.process.signals import ignore_notices
 from retouch.rewards.addresses import LOOPBACK, TOKEN_VARIABLE, reward_token
 from retouch.rewards.client.endpoints import read_endpoints, write_endpoints
 from retouch.rewards.devices import CPU, require, serve_argument
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.judge_budget import SPENDING_VARIABLE
 from retouch.rewards.server.supervisor import WATCH_S, Instance, Supervisor, backoff_s
-from retouch.signals import ignore_notices
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from retouch import plain_json
+from retouch.files import plain_json
 from retouch.rewards.messages import (
     PROTOCOL_VERSION,
     Message,

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from retouch.console import outlast_readers
 from retouch.errors import RetouchError
-from retouch.machine import return_memory_regularly
+from retouch.process.console import outlast_readers
+from retouch.process.machine import return_memory_regularly
+from retouch.process.signals import ignore_notices
 from retouch.rewards.protocol import CheckedScorer, Scorer
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.judge_budget import share_budgets
@@ -31,7 +32,6 @@ from retouch.rewards.server.frames import (
     unpack_items,
 )
 from retouch.rewards.server.scoring import load_all, score_rewards
-from retouch.signals import ignore_notices
 
 logger = logging.getLogger(__name__)
 

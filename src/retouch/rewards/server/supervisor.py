@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 
 from retouch.errors import ConfigError
+from retouch.process.signals import ENDING
 from retouch.rewards.addresses import name_of
 from retouch.rewards.client.status import Status, readiness
-from retouch.signals import ENDING
 
 logger = logging.getLogger(__name__)
 

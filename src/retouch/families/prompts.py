@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from retouch.config import ConfigError, RunConfig
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles
 from retouch.data.dataset import all_embedded
+from retouch.data.texts import reading_rewards
 from retouch.errors import shown
-from retouch.lines import parse_lines
-from retouch.model_files import ModelFilesError, component_path
-from retouch.plain_text import some_of
+from retouch.files.model_files import ModelFilesError, component_path
+from retouch.imaging.lines import parse_lines
+from retouch.process.plain_text import some_of
 from retouch.rewards.protocol import quoted_text
-from retouch.texts import reading_rewards
 
 if TYPE_CHECKING:
     from retouch.families.text import PromptReader

@@ -7,9 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from retouch import plain_json
 from retouch.errors import ModelFilesError
-from retouch.hub import looks_local, variant_hint
+from retouch.files import plain_json
+from retouch.files.hub import looks_local, variant_hint
 
 if TYPE_CHECKING:
     from retouch.families.base import OtherTransformer

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
-from retouch import plain_json
-from retouch.disk import read_bounded
 from retouch.errors import CheckpointError
+from retouch.files import plain_json
+from retouch.files.disk import read_bounded
 
 COMPLETE = "complete.json"
 

@@ -21,19 +21,10 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageCms, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
-from retouch.colour_profiles import is_srgb, transform_of
-from retouch.imaging import (
-    Box,
-    PackedImage,
-    Pixels,
-    as_shown,
-    grey_words,
-    mask_weights,
-    open_image,
-    opened,
-    raw_mode,
-    resolution_of,
-)
+from retouch.imaging.colour_profiles import is_srgb, transform_of
+from retouch.imaging.masks import Box, Pixels, mask_weights
+from retouch.imaging.png import resolution_of
+from retouch.imaging.reading import PackedImage, as_shown, grey_words, open_image, opened, raw_mode
 
 logger = logging.getLogger(__name__)
 

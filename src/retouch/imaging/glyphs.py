@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from retouch.errors import FontsMissing
-from retouch.imaging import Box, mask_box
-from retouch.lines import folded
+from retouch.imaging.lines import folded
+from retouch.imaging.masks import Box, mask_box
 
 FONTS = {
     "HankenGroteskBold": "font_hanken_grotesk",

@@ -8,9 +8,9 @@ from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
 from retouch.data.base import DataError, DataSection, ItemFiles
 from retouch.data.remote import pinned
-from retouch.plain_text import some_of
-from retouch.quotes import quoted_text, read_quotes
+from retouch.process.plain_text import some_of
 from retouch.rewards.base import RewardEntry
+from retouch.rewards.quotes import quoted_text, read_quotes
 
 LISTED_BYTES = 2 << 20
 """Lists up to this size are read by `retouch check`: about 10,000 entries, in 0.2 s."""

@@ -20,15 +20,15 @@ from transformers import AutoConfig, CLIPVisionModelWithProjection, SiglipVision
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.utils.hub import cached_file
 
-from retouch import plain_json
 from retouch.config.errors import ConfigError
-from retouch.disk import expanded
 from retouch.errors import why_unreadable
 from retouch.families.offload import OffloadedNetworks
-from retouch.hub import read_variant, require_hub, variant_hint
+from retouch.files import plain_json
+from retouch.files.disk import expanded
+from retouch.files.hub import read_variant, require_hub, variant_hint
 from retouch.lru import LruCache
 
-TINY = Path(__file__).parent / "tiny" / "bases" / "image_encoder"
+TINY = Path(__file__).parents[1] / "tiny" / "bases" / "image_encoder"
 """The encoder that comes with the package."""
 
 KINDS: dict[str, tuple[Any, str]] = {

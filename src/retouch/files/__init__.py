@@ -1,0 +1,1 @@
+"""Files and folders: safe writing, completeness, formats, hub snapshots and model folders."""

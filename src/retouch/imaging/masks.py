@@ -1,0 +1,212 @@
+"""Masks of any image mode, their boxes, and composites along them.
+
+Arrays are [H, W, 3] uint8 RGB and [H, W] masks, 255 = repaint. Boxes are half-open (left, top, right, bottom).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageFilter
+
+from retouch.errors import ImageProblem
+
+Pixels = NDArray[np.uint8]
+
+Box = tuple[int, int, int, int]
+
+MASK_THRESHOLD = 128
+"""Least grey level of a masked pixel; painted masks have soft edges and JPEG noise."""
+
+MASK_NOISE = 8
+"""Range of grey levels up to which a channel carries no mask."""
+
+
+def mask_levels(image: Image.Image) -> tuple[Pixels, str]:
+    """[H, W] grey levels of the mask in an image of any mode, and its channel; pixels of MASK_THRESHOLD or more count.
+
+    In this order: alpha, if it varies; luminance, if the colour channels agree; else red: red paint (red above green
+    and blue, which excludes a white wall) if there is any, else the red channel.
+    """
+    if image.mode in ("1", "L") and "transparency" not in image.info:
+        return np.asarray(image.convert("L")), "luminance"
+    rgba = np.asarray(image.convert("RGBA"))
+    red, green, blue = (rgba[..., c].astype(np.int16) for c in range(3))
+    alpha = rgba[..., 3]
+    if np.ptp(alpha) > MASK_NOISE:
+        return alpha, "alpha"
+    if max(np.abs(red - green).max(), np.abs(red - blue).max()) <= MASK_NOISE:
+        return np.asarray(image.convert("RGB").convert("L")), "luminance"
+    paint = (red - np.maximum(green, blue)).clip(0).astype(np.uint8)
+    return (paint if (paint >= MASK_THRESHOLD).any() else rgba[..., 0]), "red"
+
+
+@dataclass(frozen=True)
+class MaskReading:
+    """A mask, and how it was read.
+
+    Attributes:
+        mask: mode "L", 0 and 255.
+        channel: channel of the file that the mask was read from.
+        doubt: why the file may be no mask, or an inverted one, with its levels; None: nothing speaks for it.
+    """
+
+    mask: Image.Image
+    channel: str
+    doubt: str | None = None
+
+
+def read_mask(image: Image.Image, name: str, *, invert: bool = False) -> tuple[Image.Image, str]:
+    """A 0/255 mask of mode "L" from `mask_levels`, and its channel.
+
+    Raises:
+        ImageProblem: the mask is empty (nothing to repaint) or full (nothing to keep).
+    """
+    reading = mask_reading(image, name, invert=invert)
+    return reading.mask, reading.channel
+
+
+def mask_reading(image: Image.Image, name: str, *, invert: bool = False) -> MaskReading:
+    """As `read_mask`, with a doubt about the file if there is one."""
+    values, channel = mask_levels(image)
+    masked = (values >= MASK_THRESHOLD) != invert
+    share = float(masked.mean())
+    if share == 0.0 or share == 1.0:
+        what = "empty: nothing to repaint" if share == 0.0 else "full: nothing to keep"
+        seen = f"{channel} channel, values {values.min()} to {values.max()}, threshold {MASK_THRESHOLD}"
+        paint, rest = ("black", "white") if invert else ("white", "black")
+        hint = f"paint the area to repaint {paint}, the rest {rest} (data.invert_mask={str(invert).lower()})"
+        raise ImageProblem(f"{name}: the mask ({seen}) is {what}; {hint}")
+    mask = Image.fromarray(masked.astype(np.uint8) * 255, "L")
+    doubt = MAY_BE_INVERTED if not invert and may_be_inverted(mask, channel) else None
+    return MaskReading(mask, channel, doubt or _photograph(values, channel))
+
+
+MAY_BE_INVERTED = (
+    "opaque pixels are repainted, but the border of this mask is opaque, as in an image with an erased region; if "
+    "transparent pixels mark the region to repaint, set data.invert_mask=true"
+)
+
+_FEW_LEVELS = 64
+"""Grey levels of a mask with soft edges; a photograph has more."""
+
+_PLATEAU = 4
+"""Distance to the median level of the masked region, and of the kept one, within which most pixels of a mask lie, also
+after JPEG."""
+
+_FAR_SHARE = 0.6
+"""Share of the pixels far from both levels above which a file is no mask. Photographs have .8 and more, a mask that is
+blurred by a tenth of its size has .5."""
+
+
+def _photograph(values: Pixels, channel: str) -> str | None:
+    """The doubt about a mask with the levels of a photograph: many, and most pixels far from two of them."""
+    counts = np.bincount(values.ravel(), minlength=256)
+    levels = int((counts > 0).sum())
+    if levels <= _FEW_LEVELS:
+        return None
+    kept, masked = _far_from_median(counts[:MASK_THRESHOLD]), _far_from_median(counts[MASK_THRESHOLD:])
+    # red paint lies on a photograph; it is of one colour, and what is red in a photograph is not
+    far = masked / counts[MASK_THRESHOLD:].sum() if channel == "red" else (kept + masked) / counts.sum()
+    if far <= _FAR_SHARE:
+        return None
+    return (
+        f"{levels} grey levels in the {channel} channel, {far:.0%} of the pixels far from two levels: a photograph has "
+        "these, a mask has black, white and soft edges; were image and mask exchanged?"
+    )
+
+
+def _far_from_median(counts: NDArray[np.int64]) -> int:
+    """The pixels whose level is further than `_PLATEAU` from the median level, of a histogram."""
+    median = int(np.searchsorted(np.cumsum(counts), counts.sum() / 2))
+    return int(counts.sum() - counts[max(0, median - _PLATEAU) : median + _PLATEAU + 1].sum())
+
+
+def may_be_inverted(mask: Image.Image, channel: str) -> bool:
+    """Whether a mask read from alpha (opaque = repaint) looks like an image with an erased region: most of its border
+    is opaque. The border of a painted layer is transparent."""
+    inside = np.asarray(mask) >= MASK_THRESHOLD
+    edge = np.concatenate([inside[0], inside[-1], inside[1:-1, 0], inside[1:-1, -1]])
+    return channel == "alpha" and bool(edge.mean() > 0.5)
+
+
+def box_mask(box: Box, size: tuple[int, int]) -> Image.Image:
+    """A 0/255 mask of `size` (width, height) whose masked region is `box`.
+
+    Raises:
+        ImageProblem: a box without pixels, or one that is not inside the image.
+    """
+    left, top, right, bottom = box
+    width, height = size
+    given = f"given {left},{top},{right},{bottom}"
+    if not (left < right and top < bottom):
+        raise ImageProblem(f"{given}; expected LEFT,TOP,RIGHT,BOTTOM with LEFT < RIGHT and TOP < BOTTOM, in pixels")
+    if left < 0 or top < 0 or right > width or bottom > height:
+        raise ImageProblem(
+            f"{given}; expected a box inside the image, which is {width} x {height}; set RIGHT to {width} and BOTTOM "
+            f"to {height} or less, LEFT and TOP to 0 or more"
+        )
+    mask = Image.new("L", size, 0)
+    mask.paste(255, box)
+    return mask
+
+
+def mask_box(mask: Image.Image | Pixels) -> Box:
+    """The smallest half-open box around the masked pixels.
+
+    Raises:
+        ImageProblem: an empty mask.
+    """
+    inside = np.asarray(mask) >= MASK_THRESHOLD
+    rows, columns = np.flatnonzero(inside.any(1)), np.flatnonzero(inside.any(0))
+    if not len(rows):
+        raise ImageProblem("the mask is empty: it has no box")
+    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
+
+
+def halves(box: Box) -> tuple[Box, Box]:
+    """The box cut in the middle of its longer side: left and right, or top and bottom.
+
+    Raises:
+        ImageProblem: one pixel, which has no halves.
+    """
+    left, top, right, bottom = box
+    if max(right - left, bottom - top) < 2:
+        raise ImageProblem("the masked area is one pixel: it has no halves")
+    if right - left >= bottom - top:
+        middle = (left + right) // 2
+        return (left, top, middle, bottom), (middle, top, right, bottom)
+    middle = (top + bottom) // 2
+    return (left, top, right, middle), (left, middle, right, bottom)
+
+
+def widen(box: Box, margin: float, width: int, height: int) -> Box:
+    """The box grown by `margin` of its sides in each direction, inside the image."""
+    left, top, right, bottom = box
+    dx, dy = round((right - left) * margin), round((bottom - top) * margin)
+    return max(0, left - dx), max(0, top - dy), min(width, right + dx), min(height, bottom + dy)
+
+
+def paste_back(source: Pixels, generated: Pixels, mask: Pixels, feather: float = 0.0) -> Pixels:
+    """`generated` inside the mask, `source` outside, per pixel.
+
+    Args:
+        feather: as of `mask_weights`.
+    """
+    weights = mask_weights(mask, feather)[..., None]
+    return np.rint(source + weights * (generated.astype(np.float32) - source)).clip(0, 255).astype(np.uint8)
+
+
+def mask_weights(mask: Pixels, feather: float = 0.0) -> NDArray[np.float32]:
+    """Share of the generated image in each pixel of a composite: 1 inside the mask, 0 outside.
+
+    Args:
+        feather: radius in pixels of a soft edge, inside the mask only: outside it the source is kept bit for bit.
+    """
+    alpha = (mask >= MASK_THRESHOLD).astype(np.float32)
+    if feather > 0:
+        soft = Image.fromarray((alpha * 255).astype(np.uint8), "L").filter(ImageFilter.GaussianBlur(feather))
+        alpha *= np.clip(np.asarray(soft, np.float32) / 127.5 - 1, 0, 1)
+    return alpha
