@@ -21,10 +21,6 @@ ROWS: list[dict[str, Any]] = json.loads((REPOSITORY / RESULT).read_text(encoding
 PAGE = (REPOSITORY / "docs/measured.md").read_text(encoding="utf-8")
 
 
-def test_the_table_is_that_of_the_committed_results() -> None:
-    assert f"<!-- table: {RESULT} -->\n\n{readers.table(ROWS)}\n" in PAGE
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])
 def test_a_row_follows_from_its_means(row: dict[str, Any]) -> None:
     """Gains are differences of the means, shares their ratios, the index the rest."""
