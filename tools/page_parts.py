@@ -1,10 +1,10 @@
-"""Write the tables of measurements in docs/ from the committed results of the benchmarks.
+"""Write the parts of docs/ that come from files: tables of committed measurements, and the files of the example.
 
-python tools/measured_tables.py            # write the pages
-python tools/measured_tables.py --print    # print them
+python tools/page_parts.py            # write the pages
+python tools/page_parts.py --print    # print them
 
-A table stands between `<!-- NAME: written by tools/measured_tables.py -->` and `<!-- /NAME -->`. NAME is a program of
-benchmarks/ whose `table` takes the rows of benchmarks/results/NAME.json, or a key of `OTHERS`.
+A part stands between `<!-- NAME: written by tools/page_parts.py -->` and `<!-- /NAME -->`. NAME is a file of examples/;
+or a program of benchmarks/ whose `table` takes the rows of benchmarks/results/NAME.json; or a key of `OTHERS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-TABLE = re.compile(r"(<!-- (\w+): written by tools/measured_tables\.py -->\n\n).*?(\n\n<!-- /\2 -->)", re.DOTALL)
+PART = re.compile(r"(<!-- (\S+): written by tools/page_parts\.py -->\n\n).*?(\n\n<!-- /\2 -->)", re.DOTALL)
+
+LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml"}
 
 
 def program(name: str) -> Any:
@@ -53,23 +55,28 @@ OTHERS: Mapping[str, Callable[[], str]] = {
 }
 
 
-def table(name: str) -> str:
-    """Markdown of one table, without the mark."""
-    return OTHERS[name]() if name in OTHERS else str(program(name).table(rows(name)))
+def part(name: str) -> str:
+    """Markdown of one part, without its marks."""
+    if name.startswith("examples/"):
+        file = ROOT / name
+        return f"```{LANGUAGES[file.suffix]}\n{file.read_text(encoding='utf-8')}```"
+    made = OTHERS[name]() if name in OTHERS else str(program(name).table(rows(name)))
+    return made.strip("\n")
 
 
-def pages() -> dict[Path, str]:
-    """Page with such a table -> what it has to be."""
-    texts = {page: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))}
-    return {
-        page: TABLE.sub(lambda found: found[1] + table(found[2]).strip("\n") + found[3], text)
-        for page, text in texts.items()
-        if TABLE.search(text)
-    }
+def pages() -> list[Path]:
+    """The pages with such a part."""
+    return [page for page in sorted((ROOT / "docs").glob("*.md")) if PART.search(page.read_text(encoding="utf-8"))]
+
+
+def current(page: Path) -> str:
+    """What a page has to be."""
+    return PART.sub(lambda found: found[1] + part(found[2]) + found[3], page.read_text(encoding="utf-8"))
 
 
 def main() -> None:
-    for page, text in pages().items():
+    for page in pages():
+        text = current(page)
         if "--print" in sys.argv[1:]:
             print(text, end="")
         else:
