@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "src" / "retouch"
+SOURCE = Path(__file__).parents[1] / "src"
+PACKAGE = SOURCE / "retouch"
 
 ROOMS = ("core", "rollout", "training", "algorithms", "engine", "adapters", "families")
 
@@ -38,7 +39,7 @@ WEIGHTS_TO_BE_LOADED = {
 
 OWN_GENERATORS = {"Random", "SystemRandom", "default_rng", "Generator", "RandomState", "SeedSequence"}
 
-STATES = {("process_wide.py", name) for name in ("getstate", "setstate", "get_state", "set_state")}
+STATES = {("process/process_wide.py", name) for name in ("getstate", "setstate", "get_state", "set_state")}
 
 
 def calls(*rooms: str) -> Iterator[tuple[str, ast.Call]]:
@@ -105,7 +106,7 @@ def imports_random(file: str) -> bool:
 
 
 def test_no_function_of_a_global_generator_is_imported_by_name() -> None:
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module in ("random", "numpy.random"):
                 assert {alias.name for alias in node.names} <= OWN_GENERATORS, path

@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from retouch.benchmarks.geneval import GenEval
 from retouch.config import trust
 from retouch.core.advantages import RewardRows
 from retouch.data.base import ItemFiles
@@ -35,6 +34,7 @@ from retouch.rollout.encoded import drop_references
 from retouch.training.resume import evaluation_stands
 from retouch.types import Condition, Failure, Outcome, Score, Scores
 from retouch.use import benchmark_scores
+from retouch_bench.benchmarks.geneval import GenEval
 
 AWAY = Failure("unavailable", "no server answered", retryable=True)
 BAD = Failure("bad_item", "no mask")

@@ -78,8 +78,8 @@ class Mutant:
 
 @cache
 def package(root: Path) -> tuple[Tree, ...]:
-    """The files of the package below `root`."""
-    return tuple(Tree(path) for path in sorted((root / "src/retouch").rglob("*.py")))
+    """The files of the package and its annexes below `root`."""
+    return tuple(Tree(path) for path in sorted((root / "src").glob("retouch*/**/*.py")))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 PLUGINS = "RETOUCH_PLUGINS"
 """Environment variable: modules of plug-ins, separated by commas, for processes that read no run file."""
 
+ANNEXES = {"retouch_bench": "retouch.benchmarks"}
+"""Packages of this distribution that register their components through entry points, as those of others do -> a group
+in which each has some. An editable installation of an earlier version finds their modules and not the entry points."""
+
 _plugins: set[str] = set()
 
 Component = TypeVar("Component")
@@ -36,7 +40,16 @@ Component = TypeVar("Component")
 @cache
 def _entry_points() -> EntryPoints:
     """Those of every installed package. One reading serves all registries: it opens a file of each package."""
-    return cast("EntryPoints", entry_points())
+    found = cast("EntryPoints", entry_points())
+    for annex, group in ANNEXES.items():
+        listed = any(point.value.startswith(f"{annex}.") for point in found.select(group=group))
+        if not listed and importlib.util.find_spec(annex):
+            logger.warning(
+                "%s is there, but this installation does not list what it has: benchmarks, their data formats and "
+                "scorers are unknown; install retouch again (in a checkout: pip install -e .)",
+                annex,
+            )
+    return found
 
 
 class Registry(Mapping[str, Component], Generic[Component]):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from retouch.data.formats.brushbench import SIDE
+from retouch_bench.formats.brushbench import SIDE
 from tests.data.protocols import mmmg_rows, write_complex_edit
 from tests.data.test_judged_formats import write_gedit, write_imgedit
 from tests.rewards.openai_server import OpenAIServer, text_of

@@ -14,17 +14,17 @@ import pytest
 from PIL import Image
 
 from retouch.benchmarks.base import Benchmark, ImageRow
-from retouch.benchmarks.brushbench import BrushBench, _gaussian_blur, blend
 from retouch.benchmarks.load import load_benchmark
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import read_item
-from retouch.data.formats.brushbench import Runs
 from retouch.imaging.reading import open_image
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.scorers.clip_r_precision import rank_of_first
 from retouch.rewards.text_distance import edit_distance
 from retouch.types import Failure, Outcome, Score
+from retouch_bench.benchmarks.brushbench import BrushBench, _gaussian_blur, blend
+from retouch_bench.formats.brushbench import Runs
+from retouch_bench.scorers.clip_r_precision import rank_of_first
 
 DATA = Path(__file__).parents[1] / "benchmarks_data"
 

@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 
 from retouch.benchmarks import BENCHMARKS
-from retouch.benchmarks.anytext import lines_of
 from retouch.benchmarks.base import Benchmark, ImageRow
 from retouch.benchmarks.load import load_benchmark
 from retouch.benchmarks.outputs import outputs_of
@@ -27,13 +26,15 @@ from retouch.data.formats.manifest import ManifestData
 from retouch.data.identity import trained_on
 from retouch.errors import ConfigError
 from retouch.rewards import scorers
-from retouch.rewards.scorers import anytext, make_scorer
+from retouch.rewards.scorers import make_scorer
 from retouch.types import Score
 from retouch.use import benchmark as running
 from retouch.use import benchmark_distances
 from retouch.use.benchmark_distances import check_distances
 from retouch.use.overlap import seen_in_training
 from retouch.use.trained import Trained
+from retouch_bench.benchmarks.anytext import lines_of
+from retouch_bench.scorers import anytext
 from tests.benchmarks_room.cases import write_brushbench
 from tests.conftest import small_run
 from tests.data.protocols import write_complex_edit

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from retouch.benchmarks import BENCHMARKS
-from retouch.benchmarks.anytext import table_of
 from retouch.benchmarks.base import Benchmark, ImageRow
 from retouch.benchmarks.result import Column, result_of
 from retouch.config import RunConfig
@@ -20,6 +19,7 @@ from retouch.types import Failure, Outcome, Score
 from retouch.use.benchmark import _weights
 from retouch.use.benchmark_images import about_weights, as_trained, claim, with_settings
 from retouch.use.trained import Trained
+from retouch_bench.benchmarks.anytext import table_of
 from tests.conftest import small_run
 
 LOST = Failure("unavailable", "no answer", True)

@@ -12,9 +12,9 @@ from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import Benchmark, ImageRow
 from retouch.benchmarks.outputs import outputs_of
 from retouch.data.base import ItemFiles
-from retouch.rewards.scorers.anytext import compare
-from retouch.rewards.scorers.textedit_judge import PARTS, shares_of, weighted
 from retouch.types import Failure, Outcome, Score
+from retouch_bench.scorers.anytext import compare
+from retouch_bench.scorers.textedit_judge import PARTS, shares_of, weighted
 from tests.benchmarks_room.text_cases import write_anytext, write_cvtg, write_longtext, write_textedit, write_textflux
 
 ORACLES: dict[str, Any] = json.loads(

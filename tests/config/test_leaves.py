@@ -36,7 +36,7 @@ def is_a_rule(path: Path, function: str) -> bool:
 def package_reads() -> set[str]:
     """Names of attributes that the package reads, outside of its rules."""
     reads: set[str] = set()
-    for path in (REPOSITORY / "src" / "retouch").rglob("*.py"):
+    for path in (REPOSITORY / "src").rglob("*.py"):
         reads |= attribute_reads(
             path.read_text(encoding="utf-8"), lambda function, path=path: is_a_rule(path, function)
         )

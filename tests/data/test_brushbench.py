@@ -13,9 +13,9 @@ from retouch.config import parse_run
 from retouch.data.base import DataError, ItemError, ItemFiles
 from retouch.data.dataset import load_dataset
 from retouch.data.discover import data_at
-from retouch.data.formats.brushbench import SIDE, BrushBenchData
 from retouch.data.split import split
 from retouch.use.items import like
+from retouch_bench.formats.brushbench import SIDE, BrushBenchData
 from tests.command_line import retouch
 from tests.conftest import small_run
 from tests.data.conftest import picture

@@ -14,10 +14,10 @@ from PIL import Image
 from retouch.data.base import DataError, ItemError, ItemFiles
 from retouch.data.dataset import load_dataset
 from retouch.data.discover import recognised
-from retouch.data.formats.gedit import TASKS, GEditData
-from retouch.data.formats.geneval import GenEvalData
-from retouch.data.formats.imgedit import ImgEditData
 from retouch.use.items import _shared
+from retouch_bench.formats.gedit import TASKS, GEditData
+from retouch_bench.formats.geneval import GenEvalData
+from retouch_bench.formats.imgedit import ImgEditData
 from tests.data.protocols import write_table
 
 GENEVAL = Path(__file__).parents[1] / "benchmarks_data/geneval_metadata.jsonl"

@@ -20,13 +20,13 @@ from retouch.data import remote
 from retouch.data.base import DataError, DataSection
 from retouch.data.dataset import load_dataset
 from retouch.data.formats.calligrapher import SelfBenchData
-from retouch.data.formats.gedit import GEditData
-from retouch.data.formats.imgedit import ImgEditData
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.formats.prompts import PromptsData
 from retouch.data.remote import Pinned, cached_path, local_path, pinned
 from retouch.files import hub
 from retouch.use.overlap import seen_in_training
+from retouch_bench.formats.gedit import GEditData
+from retouch_bench.formats.imgedit import ImgEditData
 from tests.command_line import retouch
 from tests.data.hub_stub import COMMIT, HubStub
 

@@ -12,11 +12,11 @@ import pytest
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles
 from retouch.data.dataset import load_dataset
 from retouch.data.discover import recognised
-from retouch.data.formats.anytext import AnyTextData, TextFluxData
-from retouch.data.formats.cvtg import CvtgData
-from retouch.data.formats.longtext import LongTextData
-from retouch.data.formats.textedit import TextEditData
 from retouch.imaging.lines import parse_lines
+from retouch_bench.formats.anytext import AnyTextData, TextFluxData
+from retouch_bench.formats.cvtg import CvtgData
+from retouch_bench.formats.longtext import LongTextData
+from retouch_bench.formats.textedit import TextEditData
 from tests.benchmarks_room.text_cases import write_anytext, write_cvtg, write_longtext, write_textedit, write_textflux
 
 POINT = {"text": "a", "polygon": [[1, 2]]}

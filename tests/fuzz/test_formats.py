@@ -24,9 +24,9 @@ from retouch.data.formats import FORMATS
 from retouch.errors import RetouchError
 from retouch.imaging.lines import parse_lines, placed, polygon_mask, share_inside, shown_text
 from retouch.rewards.protocol import RewardItem, lines_to_read, text_to_read
-from retouch.rewards.scorers.geneval_verdict import counted, read_clauses, soft_value, verdict
 from retouch.rewards.scorers.knowledge_graph import closed_ged, read_graph
 from retouch.types import Failure
+from retouch_bench.scorers.geneval_verdict import counted, read_clauses, soft_value, verdict
 from tests.fuzz.inputs import attempt, changed, fuzzed, kept, texts, values
 
 SQUARE = [[4, 4], [30, 4], [30, 12], [4, 12]]

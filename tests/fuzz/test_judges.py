@@ -14,30 +14,21 @@ from hypothesis import strategies as st
 
 from retouch.errors import ConfigError
 from retouch.rewards.protocol import quoted_texts
-from retouch.rewards.scorers import (
-    completion,
-    editscore,
-    geneval,
-    imgedit,
-    longtext,
-    mmmg,
-    textedit_judge,
-    textpecker,
-    viescore,
-)
+from retouch.rewards.scorers import completion, editscore, mmmg, textpecker
 from retouch.rewards.scorers.complex_edit import (
     _PUBLISHED,  # pyright: ignore[reportPrivateUsage]
     _read_as_text,  # pyright: ignore[reportPrivateUsage]
     read_published,
 )
-from retouch.rewards.scorers.geneval_verdict import relations
 from retouch.rewards.scorers.judge_client import Budget, BudgetSpent, JudgeClient, JudgeError
 from retouch.rewards.scorers.judge_replies import text_of
 from retouch.rewards.scorers.judged import read_integers
 from retouch.rewards.scorers.knowledge_graph import read_checklist, read_graph
 from retouch.rewards.scorers.openai_judge import expectation
-from retouch.rewards.scorers.textedit import BoxedText, edit_scores
 from retouch.rewards.scorers.unified_reward import read_axes, read_pair, read_point
+from retouch_bench.scorers import geneval, imgedit, longtext, textedit_judge, viescore
+from retouch_bench.scorers.geneval_verdict import relations
+from retouch_bench.scorers.textedit import BoxedText, edit_scores
 from tests.fuzz.inputs import attempt, blobs, changed, fuzzed, kept, texts, values
 
 NAMES = ("Instruction Adherence", "Editing Quality", "Detail Preservation")

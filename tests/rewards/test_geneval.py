@@ -19,8 +19,8 @@ from PIL import Image
 from retouch.config import ConfigError
 from retouch.errors import RewardOutage
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.scorers.geneval_verdict import CLASSES, COLORS
 from retouch.types import Failure, Score
+from retouch_bench.scorers.geneval_verdict import CLASSES, COLORS
 from tests.rewards.fakes import item, score_checked, values
 
 EXAMPLE = Path(__file__).parents[2] / "examples/geneval_detector.py"
@@ -190,7 +190,7 @@ def tiny_detector(folder: Path, labels: Mapping[int, str] = dict(enumerate(CLASS
 @pytest.mark.full
 def test_networks_of_transformers_in_this_process(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from retouch.rewards.scorers.geneval_networks import Networks
+    from retouch_bench.scorers.geneval_networks import Networks
     from tests.tiny_models import tiny_clip
 
     folder = tiny_detector(tmp_path / "detector")

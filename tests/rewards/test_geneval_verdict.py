@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from retouch.rewards.scorers.geneval_verdict import (
+from retouch_bench.scorers.geneval_verdict import (
     COUNTING_THRESHOLD,
     THRESHOLD,
     Detection,

@@ -12,8 +12,8 @@ import pytest
 from retouch.config import ConfigError
 from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.scorers.imgedit import TYPES, read_lines
 from retouch.types import Failure, Score
+from retouch_bench.scorers.imgedit import TYPES, read_lines
 from tests.rewards.fakes import item, picture, score_checked
 from tests.rewards.openai_server import KEY, OpenAIServer, pictures, text_of
 

@@ -18,9 +18,9 @@ from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.pairing import Preference, group_outcomes, pairs_of
 from retouch.rewards.scorers.pairwise import PairwiseReward
-from retouch.rewards.scorers.textedit_judge import TextEditJudgeReward
 from retouch.rewards.scorers.unified_reward import UnifiedRewardReward
 from retouch.types import Failure, Score
+from retouch_bench.scorers.textedit_judge import TextEditJudgeReward
 from tests.config.conftest import BASE
 from tests.rewards.fakes import item, score_checked, values
 from tests.rewards.openai_server import KEY, OpenAIServer, pictures, text_of

@@ -88,7 +88,7 @@ def _without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("imscore", "reading", "paddle"):
         monkeypatch.setattr(f"retouch.rewards.scorers.{module}.importlib_version", lambda _: "1.0", raising=False)
     monkeypatch.setattr("retouch.rewards.scorers.paddle.version", lambda: "1.0")
-    monkeypatch.setattr("retouch.rewards.scorers.imgedit.read_questions", lambda path: {"add": path})
+    monkeypatch.setattr("retouch_bench.scorers.imgedit.read_questions", lambda path: {"add": path})
 
 
 @pytest.mark.parametrize(("name", "option"), OPTIONS, ids=lambda one: one)

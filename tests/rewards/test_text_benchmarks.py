@@ -17,13 +17,13 @@ import pytest
 from retouch.rewards.line_crops import HEIGHT, WIDTH, as_pixels, scaled, upright
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.scorers.anytext import AnyTextReward, AnyTextScorer, compare
-from retouch.rewards.scorers.cvtg import CvtgReward, CvtgScorer, word_counts
 from retouch.rewards.scorers.flow_grpo_ocr import FlowGrpoOcrReward, FlowGrpoOcrScorer, substring_reward
-from retouch.rewards.scorers.longtext import recall
 from retouch.rewards.scorers.reading import FoundLine
-from retouch.rewards.scorers.textedit import BoxedText, EditScores, TextEditReward, TextEditScorer, edit_scores
 from retouch.types import Failure, Score
+from retouch_bench.scorers.anytext import AnyTextReward, AnyTextScorer, compare
+from retouch_bench.scorers.cvtg import CvtgReward, CvtgScorer, word_counts
+from retouch_bench.scorers.longtext import recall
+from retouch_bench.scorers.textedit import BoxedText, EditScores, TextEditReward, TextEditScorer, edit_scores
 from tests.rewards.openai_server import KEY, OpenAIServer
 
 ORACLES: dict[str, Any] = json.loads(

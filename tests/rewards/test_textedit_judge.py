@@ -13,8 +13,8 @@ import pytest
 from retouch.config import ConfigError
 from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.scorers.textedit_judge import TextEditJudgeReward, read_own, read_published
 from retouch.types import Failure, Score
+from retouch_bench.scorers.textedit_judge import TextEditJudgeReward, read_own, read_published
 from tests.rewards.fakes import item, picture, score_checked
 from tests.rewards.openai_server import KEY, OpenAIServer, pictures, text_of
 

@@ -15,8 +15,8 @@ from retouch.config import ConfigError
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.scorers.viescore import questions, read_scores, viescore
 from retouch.types import Failure, Score
+from retouch_bench.scorers.viescore import questions, read_scores, viescore
 from tests.rewards.fakes import item, score_checked, values
 from tests.rewards.openai_server import KEY, OpenAIServer, pictures, text_of
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from retouch.benchmarks.base import Official, PublishedRow
-from retouch.benchmarks.brushbench import BrushBench
+from retouch_bench.benchmarks.brushbench import BrushBench
 
 
 class EditBench(BrushBench):

@@ -18,8 +18,8 @@ from PIL import Image
 
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means, numbered
 from retouch.data.base import DataSection, ItemFiles
-from retouch.data.formats.brushbench import BrushBenchData
 from retouch.rewards.protocol import Pixels
+from retouch_bench.formats.brushbench import BrushBenchData
 
 _PAPER = "arXiv 2403.06976, inside"
 

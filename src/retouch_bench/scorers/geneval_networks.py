@@ -15,8 +15,8 @@ from PIL import Image
 
 from retouch.errors import ConfigError
 from retouch.rewards.scorers.clip import ClipTowers
-from retouch.rewards.scorers.geneval_verdict import CLASSES, COLORS, Box, Detection
 from retouch.rewards.scorers.weights import loading, train_extra
+from retouch_bench.scorers.geneval_verdict import CLASSES, COLORS, Box, Detection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

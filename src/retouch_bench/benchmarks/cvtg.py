@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, numbered
 from retouch.data.base import DataSection, ItemFiles
-from retouch.data.formats.cvtg import CvtgData
+from retouch_bench.formats.cvtg import CvtgData
 
 
 class Cvtg(Benchmark):

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, mean, numbered
 from retouch.config.base import Text
 from retouch.data.base import DataSection, ItemFiles
-from retouch.data.formats.imgedit import ImgEditData
 from retouch.files.disk import expanded
-from retouch.rewards.scorers.imgedit import TYPES
+from retouch_bench.formats.imgedit import ImgEditData
+from retouch_bench.scorers.imgedit import TYPES
 
 _REPORT = "arXiv 2505.20275 and later reports; judge GPT-4.1"
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge
 from retouch.data.base import DataSection, ItemFiles
-from retouch.data.formats.longtext import LongTextData
+from retouch_bench.formats.longtext import LongTextData
 
 _READER = "Qwen/Qwen2.5-VL-7B-Instruct"
 

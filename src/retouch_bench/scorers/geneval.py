@@ -25,7 +25,9 @@ from retouch.rewards.addresses import base_url, is_local
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.foreign import BrokenReply, fetch, one_line
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.geneval_verdict import (
+from retouch.rewards.scorers.judge_replies import problem_of
+from retouch.types import Failure, Outcome, Score
+from retouch_bench.scorers.geneval_verdict import (
     CLASSES,
     COLORS,
     COUNTING_THRESHOLD,
@@ -39,11 +41,9 @@ from retouch.rewards.scorers.geneval_verdict import (
     soft_value,
     verdict,
 )
-from retouch.rewards.scorers.judge_replies import problem_of
-from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
-    from retouch.rewards.scorers.geneval_networks import Networks
+    from retouch_bench.scorers.geneval_networks import Networks
 
 
 class GenEvalReward(RewardEntry):
@@ -116,7 +116,7 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
                     "leave detector_url out"
                 ) from None
             return
-        from retouch.rewards.scorers.geneval_networks import Networks
+        from retouch_bench.scorers.geneval_networks import Networks
 
         self._networks = Networks(o.detector, o.color_model, device)
         self._name_detector(self._networks.revision)

@@ -17,8 +17,8 @@ from PIL import Image
 
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means, numbered
 from retouch.data.base import DataSection, ItemFiles
-from retouch.data.formats.anytext import SIDE, AnyTextData, TextFluxData
-from retouch.rewards.scorers.anytext import LineReading, Table, compare
+from retouch_bench.formats.anytext import SIDE, AnyTextData, TextFluxData
+from retouch_bench.scorers.anytext import LineReading, Table, compare
 
 _SOURCE = "arXiv 2311.03054; ModelScope iic/AnyText-benchmark"
 _RECOGNISER = "lines are read by the engine of the reward, not by DuGuangOCR (damo/cv_convnextTiny_ocr-recognition)"

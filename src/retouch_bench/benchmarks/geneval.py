@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, mean
 from retouch.data.base import DataSection, ItemFiles
-from retouch.data.formats.geneval import GenEvalData
-from retouch.rewards.scorers.geneval_verdict import TAGS
+from retouch_bench.formats.geneval import GenEvalData
+from retouch_bench.scorers.geneval_verdict import TAGS
 
 
 def _row(model: str, *numbers: float) -> PublishedRow:

@@ -15,8 +15,8 @@ from PIL import Image
 
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, means, numbered
 from retouch.data.base import DataSection, ItemFiles
-from retouch.data.formats.textedit import TextEditData
-from retouch.rewards.scorers.textedit_judge import PARTS
+from retouch_bench.formats.textedit import TextEditData
+from retouch_bench.scorers.textedit_judge import PARTS
 
 _MEASURES = ("accuracy", "precision", "recall", "f1", "ned")
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, mean, means, numbered
 from retouch.data.base import DataSection, ItemFiles
-from retouch.data.formats.gedit import TASKS, GEditData
+from retouch_bench.formats.gedit import TASKS, GEditData
 
 _PREFIXES = ("en_", "en_intersection_", "cn_", "cn_intersection_")
 

@@ -1,0 +1,1 @@
+"""Official scorers of published benchmarks."""
