@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def tables(found: Report) -> list[str]:
-    """The tables of the rewards page, as markdown, of the parts that were measured."""
+    """The tables of docs/measured.md, of the parts that were measured."""
     made: list[str] = []
     if "letters" in found:
         letters = found["letters"]

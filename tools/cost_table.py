@@ -47,7 +47,7 @@ $ retouch check configs/flux_fill_grpo.yaml --world-size 8 --gpu h100
 ```
 
 The table has every run file for a released model, on {GPUS} GPUs of kind H200 (`reproduce/flow_grpo_*`: 32, as
-published), as `python tools/cost_table.py` wrote it.
+published). `python tools/cost_table.py` writes this page from what `retouch check` computes.
 
 | {" | ".join(COLUMNS)} |
 {"|---" * len(COLUMNS)}|

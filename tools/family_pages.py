@@ -1,11 +1,11 @@
-"""Write what README.md and docs/ say of each model family, between two comments.
+"""Write what docs/ says of each model family, between two comments.
 
 python tools/family_pages.py            # write the pages
 python tools/family_pages.py --print    # print them
 
-    README.md, docs/index.md   the matrix of models and algorithms: the cells that the tests train
-    docs/models.md             a section for each family: `page.md` in its folder
-    docs/evidence.md           the test of each family that compares it with diffusers' pipeline
+    docs/index.md      the matrix of models and algorithms: the cells that the tests train
+    docs/models.md     a section for each family: `page.md` in its folder
+    docs/evidence.md   the test of each family that compares it with diffusers' pipeline
 
 The first line of a `page.md` is "# TITLE: TASKS", and its links start from docs/.
 """
@@ -83,7 +83,7 @@ def comparisons() -> str:
     return "\n".join(["", "| claim | test |", "|---|---|", *rows, ""])
 
 
-PARTS = {"README.md": matrix, "docs/index.md": matrix, "docs/models.md": sections, "docs/evidence.md": comparisons}
+PARTS = {"docs/index.md": matrix, "docs/models.md": sections, "docs/evidence.md": comparisons}
 
 
 def pages() -> dict[str, str]:

@@ -41,7 +41,7 @@ def test_every_other_run_is_of_the_run_file_and_base_in_the_tree_and_raised_its_
 
 
 def test_what_a_larger_kl_changed_and_the_noise_of_a_pair_of_runs() -> None:
-    page = " ".join((REPOSITORY / "docs/algorithms.md").read_text(encoding="utf-8").split())
+    page = " ".join((REPOSITORY / "docs/measured.md").read_text(encoding="utf-8").split())
     over = [row["over_kl_0.01"] for row in sorted(ROWS, key=nft.order) if "over_kl_0.01" in row]
     ned, glyphs = ([one[measure] for one in over] for measure in ("ocr.ned", "glyph_correlation"))
     for words, found in (("NED differs", ned), ("Glyph correlation differs", glyphs)):

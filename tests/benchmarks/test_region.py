@@ -28,7 +28,7 @@ def test_both_ways_on_the_same_three_seeds() -> None:
 
 
 def test_the_page_says_how_much_masks_changed() -> None:
-    page = " ".join((REPOSITORY / "docs/algorithms.md").read_text(encoding="utf-8").split())
+    page = " ".join((REPOSITORY / "docs/measured.md").read_text(encoding="utf-8").split())
     last = {(r["algorithm"], r["region"], r["seed"]): r["held_out"]["last"] for r in ROWS}
 
     def changes(algorithm: str, measure: str) -> list[float]:

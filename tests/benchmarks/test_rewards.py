@@ -1,4 +1,4 @@
-"""What docs/rewards.md says of speed is what benchmarks/rewards.py measured and committed."""
+"""What docs/measured.md says of speed is what benchmarks/rewards.py measured and committed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import rewards as benchmark  # noqa: E402
 
 FOUND: dict[str, Any] = json.loads((REPOSITORY / "benchmarks/results/rewards.json").read_text(encoding="utf-8"))
-PAGE = (REPOSITORY / "docs/rewards.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs/measured.md").read_text(encoding="utf-8")
 
 
 def servers(part: str) -> dict[str, dict[str, Any]]:

@@ -101,3 +101,11 @@ def test_none_was_better_than_nft_on_seed_0() -> None:
     assert {row["arm"] for row in ROWS} >= {"AWM uniform", "DGPO 100", "KTO 100"}
     for row in ROWS:
         assert row["held_out"]["last"]["ocr.ned"] < row_weights.ned_after(plain[row["seed"]], row["rl_steps"])
+
+
+def test_the_differences_of_the_page_are_those_of_the_table() -> None:
+    page = " ".join((REPOSITORY / "docs/measured.md").read_text(encoding="utf-8").split())
+    lines = [line.strip("| ").split(" | ") for line in row_weights.table(ROWS).splitlines()[3:]]
+    apart = {cells[0].split()[0]: cells[5].replace("0.", ".", 1) for cells in lines}
+    words = "DGPO differed by {DGPO} with twice the drift, AWM by {AWM}, KTO by {KTO} and RWR by {RWR}."
+    assert words.format(**apart) in page

@@ -22,6 +22,6 @@ def test_every_family_and_algorithm_had_the_numbers_of_the_cpu() -> None:
 
 def test_the_page_holds_what_a_step_reads_back() -> None:
     """The same with networks that wait on the CPU and without: no weight is copied back."""
-    for offload, words in ((True, "with them on the CPU"), (False, "without")):
+    for offload, words in ((True, "times where networks wait on the CPU"), (False, "times where none does")):
         counts = [row["waits"]["to_host"] for row in ROWS if row["offload"] == offload]
         assert f"{min(counts):.0f} to {max(counts):.0f} {words}" in SPEED

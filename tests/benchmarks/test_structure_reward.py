@@ -33,7 +33,7 @@ RESULT: Row = json.loads((REPOSITORY / "benchmarks/results/structure_reward.json
 TRIAL: list[Row] = json.loads((REPOSITORY / "benchmarks/results/structure_trial.json").read_text(encoding="utf-8"))[
     "rows"
 ]
-PAGE = (REPOSITORY / "docs/rewards.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs/measured.md").read_text(encoding="utf-8")
 BULLETS = [" ".join(bullet.split()) for bullet in re.split(r"^- |\n\n", PAGE, flags=re.MULTILINE)]
 BULLET_OF = {
     "ocr + glyph_structure, robust": "**DiffusionNFT with the gradient of the robust network**",

@@ -37,7 +37,7 @@ def test_every_seed_writes_both_lines_better(row: Row) -> None:
 
 def test_three_seeds_were_run_and_the_page_says_what_was_found() -> None:
     assert [row["seed"] for row in RESULT["rows"]] == [0, 1, 2]
-    assert two_texts.table(RESULT["rows"]) in (REPOSITORY / "docs/rewards.md").read_text(encoding="utf-8")
+    assert two_texts.table(RESULT["rows"]) in (REPOSITORY / "docs/measured.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

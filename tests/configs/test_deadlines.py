@@ -14,7 +14,8 @@ from .conftest import RUNS, VLM_RUNS, name_of
 SECONDS = {"ocr": 0.7, "style": 0.8}
 OTHER_SECONDS = 1.0
 """Of one image of 512 pixels at `url: auto`, measured with `retouch reward probe` on two cores that other programs
-shared: reading, and for style an encoder on a GPU (on these cores it takes 4 s more). docs/rewards.md has the table."""
+shared: reading, and for style an encoder on a GPU (on these cores it takes 4 s more). docs/reward-servers.md has the
+table."""
 
 JUDGE_SECONDS = 20.0
 """Of one question about one image to a vision-language model on a busy machine."""

@@ -162,14 +162,3 @@ def test_the_configuration_pages_are_the_schema() -> None:
     committed = [DOCS / "configuration.md", *(DOCS / "configuration").glob("*.md")]
     written = {path.relative_to(DOCS).as_posix(): path.read_text(encoding="utf-8") for path in committed}
     assert written == configuration_pages(), "the schema changed; run python tools/config_reference.py"
-
-
-def test_the_page_on_extending_shows_the_files_of_the_example() -> None:
-    page = (DOCS / "extending.md").read_text(encoding="utf-8")
-    shown = re.findall(r"<!-- (examples/\S+) -->\n```\w+\n(.*?)```", page, re.DOTALL)
-    files = [p for p in (REPOSITORY / "examples/plugin").rglob("*") if p.suffix in (".py", ".toml", ".yaml")]
-    assert {name for name, _ in shown} == {
-        str(p.relative_to(REPOSITORY)) for p in files if p.name != "__init__.py" and "build" not in p.parts
-    }
-    for name, text in shown:
-        assert text == (REPOSITORY / name).read_text(encoding="utf-8"), name

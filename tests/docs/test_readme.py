@@ -1,4 +1,4 @@
-"""README.md: its matrix is what the tests train, its numbers are committed results, its Python calls exist."""
+"""README.md and the landing page: the matrix is what the tests train, numbers are committed results, calls exist."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .pages import DOCS, REPOSITORY, blocks
 README = REPOSITORY / "README.md"
 PAGE = README.read_text(encoding="utf-8")
 PROSE = " ".join(PAGE.split())
+LANDING = (DOCS / "index.md").read_text(encoding="utf-8")
 
 
 def test_the_matrix_is_what_the_tests_train() -> None:
-    rows = re.findall(r"^\| [^|]+\(`(\w+)`\) \| [^|]+ \| (.+) \|$", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| [^|]+\(`(\w+)`\) \| [^|]+ \| (.+) \|$", LANDING, re.MULTILINE)
     shown = {
         (family, name, letter)
         for family, cells in rows
@@ -26,18 +27,23 @@ def test_the_matrix_is_what_the_tests_train() -> None:
     assert shown == family_pages.trained()
 
 
-def test_the_landing_page_has_the_same_matrix() -> None:
-    matrix = PAGE.partition("| model | task |")[2].partition("\n\n")[0]
-    assert matrix and matrix in (DOCS / "index.md").read_text(encoding="utf-8")
+def test_the_readme_names_every_family() -> None:
+    models = PROSE.partition("**Models:** ")[2].partition(". The [table]")[0]
+    titles = [page.title.removesuffix(", Edit-Plus") for page in family_pages.families()]
+    assert models.split(", ") == titles
 
 
-def test_the_table_of_memory_agrees_with_the_page_on_scaling() -> None:
-    """Which tests/docs/test_scaling_page.py counts anew."""
-    scaling = (DOCS / "scaling.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| [^|]+ \| [^|]+ \| `(configs/\S+)` \| (\d+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
-    assert len(rows) == 7
-    for file, processes, gb in rows:
-        assert re.search(rf"{file}[^|]*` \| {processes} \| {gb} \|", scaling), file
+def test_the_ends_of_the_memory_are_those_of_its_page() -> None:
+    """Which tests/docs/test_memory_page.py counts anew."""
+    memory = (DOCS / "memory.md").read_text(encoding="utf-8")
+    cells = {
+        (row[0], row[1]): row[2:] for row in re.findall(r"^\| `(\w+)` \| `(\w+)` " + r"\| ([^|]+) " * 5, memory, re.M)
+    }
+    assert "| 24 GB | 48 GB | 80 GB | 141 GB |" in memory
+    _, on_24, *_ = cells["sd_inpaint", "lora"]
+    _, _, _, on_80, _ = cells["flux_fill", "full"]
+    assert (on_24, on_80) == ("bf16", "4 × fsdp2")
+    assert "from SD1.5 with LoRA on one GPU of 24 GB to all weights of FLUX.1-Fill on four of 80 GB or more" in PROSE
 
 
 def test_the_numbers_of_the_caption_are_committed_results() -> None:
@@ -57,7 +63,7 @@ def test_the_numbers_of_the_caption_are_committed_results() -> None:
     ):
         for number in shown(name, run):
             assert number in PROSE, f"{run}: {number}"
-    landing = " ".join((DOCS / "index.md").read_text(encoding="utf-8").split())
+    landing = " ".join(LANDING.split())
     assert all(number in landing for number in shown("algorithms", "flux_fill-nft-full-0")[1:])
 
 

@@ -1,4 +1,4 @@
-"""docs/rewards.md: its request is sent as it stands there, and its lists are those of the code."""
+"""docs/{rewards,scorers,reward-servers}.md: requests are sent as they stand there, and lists are those of the code."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ from tests.rewards.fakes import serving
 from .pages import REPOSITORY, blocks, commands
 
 PAGE = REPOSITORY / "docs" / "rewards.md"
+SCORERS = REPOSITORY / "docs" / "scorers.md"
+SERVERS = REPOSITORY / "docs" / "reward-servers.md"
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_curl_requests_get_the_replies_shown(tmp_path: Path) -> None:
     write_signs(tmp_path, draw_words(1, "train", 0), (32, 64), 0)
     assert (tmp_path / "self_bench.txt").read_text().startswith("0-KIGE")  # the word of the page
-    commands, replies = blocks(PAGE, "bash"), blocks(PAGE, "json")
+    commands, replies = blocks(SERVERS, "bash"), blocks(SERVERS, "json")
     assert len(commands) == len(replies) == 2
     with serving({"ocr": OcrReward(threads=1).make(), "preservation": PreservationReward().make()}) as url:
         for command, shown in zip(commands, replies, strict=True):
@@ -53,18 +55,25 @@ def shape(value: Any) -> Any:
     return [shape(v) for v in value] if isinstance(value, list) else type(value)
 
 
-def test_every_scorer_and_failure_code_is_on_the_page() -> None:
-    named = set(re.findall(r"^\| `([a-z0-9_]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
-    assert named >= {*REWARDS, *FAILURE_CODES}
+def test_every_scorer_and_failure_code_is_on_its_page() -> None:
+    for page, names in ((SCORERS, REWARDS), (PAGE, FAILURE_CODES)):
+        named = set(re.findall(r"^\| `([a-z0-9_]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE))
+        assert named >= set(names), page.name
+
+
+def test_what_the_page_recommends_is_a_scorer() -> None:
+    table = PAGE.read_text(encoding="utf-8").partition("| to improve | take | beside it |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+)`", table)) - {"question"}
+    assert len(named) > 10 and named <= set(REWARDS)
 
 
 def test_the_gradient_column_is_of_the_registry() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (yes|no) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (yes|no) \|$", SCORERS.read_text(encoding="utf-8"), re.MULTILINE)
     assert dict(rows) == {name: "yes" if REWARDS[name].differentiable else "no" for name in REWARDS}
 
 
 def test_the_accuracy_of_the_recogniser_is_that_of_its_card() -> None:
-    page, card = PAGE.read_text(encoding="utf-8"), json.loads((FOLDER / "card.json").read_text(encoding="utf-8"))
+    page, card = SCORERS.read_text(encoding="utf-8"), json.loads((FOLDER / "card.json").read_text(encoding="utf-8"))
     shown = re.findall(
         r"\| ([\d.]+)% \|$", page.partition("| lines | read right |")[2].partition("\n\n")[0], re.MULTILINE
     )
