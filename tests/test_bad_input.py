@@ -676,7 +676,8 @@ def test_an_image_that_is_a_program_is_not_run(tmp_path: Path) -> None:
     image = tmp_path / "a.png"
     image.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n%%EOF\n")
     opens = (
-        "from pathlib import Path\nfrom retouch.errors import ImageProblem\nfrom retouch.imaging.reading import open_image\n"
+        "from pathlib import Path\nfrom retouch.errors import ImageProblem\n"
+        "from retouch.imaging.reading import open_image\n"
         f"try: open_image(Path({str(image)!r}))\nexcept ImageProblem as problem: print(problem)"
     )
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"

@@ -1,4 +1,4 @@
-"""What a server writes to its log, and its bounds: lines that repeat, and the output of scorers."""
+"""The log of a server, and its bounds: lines that repeat, and the output of scorers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _STDERR = 2  # a handle: it is that of the log file, whatever Python does with i
 
 
 def begin_process() -> None:
-    """What both processes of a server begin with: they outlast the terminal and the readers of their output, log from
-    INFO on, and return freed memory."""
+    """Set up one of the processes of a server: it outlasts the terminal and the readers of its output, logs from INFO on,
+    and returns freed memory."""
     outlast_readers()
     ignore_notices()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
