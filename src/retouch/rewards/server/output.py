@@ -24,8 +24,8 @@ _STDERR = 2  # a handle: it is that of the log file, whatever Python does with i
 
 
 def begin_process() -> None:
-    """Set up one of the processes of a server: it outlasts the terminal and the readers of its output, logs from INFO on,
-    and returns freed memory."""
+    """Set up a process of a server: it outlasts the terminal and the readers of its output, logs from INFO on, and
+    returns freed memory."""
     outlast_readers()
     ignore_notices()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
