@@ -240,10 +240,11 @@ def _algorithms(what: str) -> str:
 
 def _note(kinds: Kinds) -> str:
     """What reads the options of a section that declare nothing of their own."""
-    (what, exempt) = (getattr(kinds[0], "READ_BY", None), getattr(kinds[0], "READ_BY_ALL", ()))
+    first = kinds[0]
+    what, exempt = getattr(first, "READ_BY", None), getattr(first, "READ_BY_ALL", ())
     if len(kinds) > 1 or what is None:
         return ""
-    names = ", ".join(f"`{name}`" for name in kinds[0].model_fields if name in exempt)
+    names = ", ".join(f"`{name}`" for name in first.model_fields if name in exempt)
     return f"Read by {_algorithms(what)}, which reads {names} alone.\n\n"
 
 

@@ -140,8 +140,10 @@ def _drop_unread(run: Mapping[str, Any], algorithm: object, typed: Collection[Ke
     if kind is None or kind.WARNS_UNREAD:
         return
     for name, of in (("optimizer", OptimizerConfig), ("rollout", RolloutConfig)):
-        section = run.get(name)
-        for key, marks in sorted(reads_of(of).items()) if isinstance(section, dict) else ():
+        section: Any = run.get(name)
+        if not isinstance(section, dict):
+            continue
+        for key, marks in sorted(reads_of(of).items()):
             refused = any(isinstance(mark, ReadBy) and mark.what not in kind.READS for mark in marks)
             set_here = is_set((name, key), typed) or any(one[:2] == (name, key) for one in typed)
             if refused and key in section and not set_here:
