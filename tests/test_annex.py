@@ -7,6 +7,7 @@ import logging
 import tomllib
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,16 @@ def test_every_component_of_an_annex_is_registered(annex: str) -> None:
         registry.load_attribute(place)
     files = {path.stem for path in (REPOSITORY / "src" / annex / "benchmarks").glob("[a-z]*.py")}
     assert files == {place.partition(":")[0].rpartition(".")[2] for place in places if ".benchmarks." in place}
+
+
+def test_a_package_of_others_replaces_no_component_of_an_annex(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [
+        EntryPoint("geneval", place, "retouch.rewards")
+        for place in ("others:Mine", "retouch_bench.scorers.geneval:GenEvalReward", "others:Last")
+    ]
+    monkeypatch.setattr(registry, "_entry_points", lambda: EntryPoints(points))
+    rewards: registry.Registry[Any] = registry.Registry("reward", "retouch.rewards", {}, key="scorer")
+    assert rewards["geneval"].__module__ == "retouch_bench.scorers.geneval" and rewards.is_builtin("geneval")
 
 
 @pytest.mark.parametrize("stale", [True, False])

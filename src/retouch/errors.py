@@ -170,7 +170,7 @@ class Stopped(RetouchError):
         self.exit_code = self.code = code
 
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGES = tuple(f"{Path(__file__).parent}{suffix}{os.sep}" for suffix in ("", "_bench"))
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 
 
@@ -183,4 +183,4 @@ def code_place(error: BaseException) -> str:
 
 def _is_custom(file: str) -> bool:
     is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-    return not is_installed and not file.startswith((_PACKAGE + os.sep, _STANDARD_LIBRARY + os.sep, "<"))
+    return not is_installed and not file.startswith((*_PACKAGES, _STANDARD_LIBRARY + os.sep, "<"))

@@ -37,6 +37,11 @@ _plugins: set[str] = set()
 Component = TypeVar("Component")
 
 
+def is_of_annex(place: str) -> bool:
+    """Whether "module:attribute" is of one of `ANNEXES`."""
+    return place.partition(".")[0] in ANNEXES
+
+
 @cache
 def _entry_points() -> EntryPoints:
     """Those of every installed package. One reading serves all registries: it opens a file of each package."""
@@ -69,9 +74,11 @@ class Registry(Mapping[str, Component], Generic[Component]):
         self.kind = kind
         self.key = key
         self.of = of
-        others = {point.name: point.value for point in _entry_points().select(group=group)}
-        self._places = {**builtin, **others, **builtin}  # the package's own come first and keep their names
-        self._builtin = frozenset(builtin)
+        points = {point.name: point.value for point in _entry_points().select(group=group)}
+        annex = {point.name: point.value for point in _entry_points().select(group=group) if is_of_annex(point.value)}
+        own = {**annex, **builtin}
+        self._places = {**own, **points, **own}  # the distribution's own come first and keep their names
+        self._builtin = frozenset(own)
         self._loaded: dict[str, Component] = {}
 
     def register(self, name: str, component: Component) -> Component:

@@ -313,7 +313,7 @@ def test_the_revision_of_a_judge_on_a_server(digits: int) -> None:
         ("geneval", {"geneval": {"color_model": "clip-vit-base"}},
          ['rewards.geneval.color_model is "clip-vit-base" instead of "openai/clip-vit-large-patch14"']),
         ("geneval", {"geneval": {"value": "soft"}}, ['rewards.geneval.value is "soft" instead of "strict"']),
-        ("geneval", {"geneval": {"box_margin": 0.1, "gate_floor": -1.0, "weight": 3}}, []),
+        ("geneval", {"geneval": {"min_group_std": 0.1, "weight": 3}}, []),
         ("longtext", {"longtext": {"language": "zh", "concurrency": 1, "model": "x"}},
          ['rewards.longtext.language is "zh" instead of "en"']),
     ],

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import Benchmark
+from retouch.benchmarks.load import load_benchmark
 from retouch.benchmarks.observations import Asked, reward_digest, reward_digests
 from retouch.benchmarks.outputs import Shard, outputs_of
 from retouch.data.dataset import load_dataset
@@ -492,8 +493,6 @@ def test_a_revision_that_was_cut_keeps_everything() -> None:
          "rewards.x.gated_by: given 'kept_aera', which is no other reward of the benchmark; did you mean 'kept_area'?"),
         ({"x": {"scorer": "jpeg_size", "gated_by": "y"}, "y": {"scorer": "jpeg_size", "gated_by": "clip"}},
          "rewards.x.gated_by: given 'y', which is gated itself; gate both by 'clip'"),
-        ({"kept_area": {"gate_floor": -1.0}}, "rewards.kept_area.gate_floor: given -1.0, but gated_by is not set"),
-        ({"clip": {"box_margin": 0.1}}, "rewards.clip.box_margin: given 0.1, but crop is 'none'"),
         ({"pairwise": {"model": "m", "address": "http://127.0.0.1:1/v1"}},
          "rewards.pairwise: compares the samples of a group with each other, but a benchmark scores every image alone"),
     ],
@@ -506,6 +505,21 @@ def test_rewards_are_checked_as_those_of_a_run(
     with pytest.raises(ConfigError) as raised:
         run_benchmark(given, {}, [tmp_path], tmp_path / "out")
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("kept_area: {gate_floor: -1.0}", "rewards.kept_area.gate_floor: given -1, but gated_by is not set"),
+        ("clip: {box_margin: 0.1}", "rewards.clip.box_margin: given 0.1, but crop is 'none'"),
+    ],
+)
+def test_an_option_of_a_reward_that_nothing_reads_is_refused(reward: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(f"name: brushbench\npath: {tmp_path}\nrewards: {{{reward}}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        load_benchmark(str(file), None)
+    assert message in str(raised.value)
 
 
 def test_a_gate_of_a_benchmark_may_be_gold(tmp_path: Path) -> None:

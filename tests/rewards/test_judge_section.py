@@ -56,6 +56,33 @@ def test_a_stored_run_reads_the_same_and_a_change_of_the_section_acts_on_it() ->
     assert [(e.budget_requests, e.timeout_s) for e in changed.values()] == [(20, 9.0), (20, 3.0)]
 
 
+@pytest.mark.parametrize("key", ["address", "question"])
+def test_a_file_cannot_say_that_a_key_is_the_sections(key: str) -> None:
+    """It would need no consent, be stored nowhere, and be in no key of the cache."""
+    entry = {"model": "m", "address": "https://judge.example/v1", "question": "? {prompt}", "from_judge": [key]}
+    with pytest.raises(ConfigError, match=r"rewards\.openai_judge\..*from_judge"):
+        run(None, {"openai_judge": entry})
+    beside: Any = run({"timeout_s": 9}, {"openai_judge": entry}).rewards["openai_judge"]
+    assert key not in beside.from_judge and beside.timeout_s == 9
+
+
+def test_a_record_with_a_judge_of_a_plug_in_alone_is_read() -> None:
+    rewards = {"mine": {"scorer": "of_a_plug_in", "url": None}}
+    assert RunRecord("a", Path(), {"judge": {"model": "m"}, "rewards": rewards}, {}).rewards == rewards
+
+
+def test_entries_in_different_places_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def connected(scorers: dict[str, Any], *_: str) -> None:
+        made.extend(scorers.values())
+
+    monkeypatch.setattr("retouch.rewards.table.LocalRewards", connected)
+    config = run(JUDGE, {"openai_judge": None, "cropped": {"scorer": "openai_judge", "crop": "mask_box"}})
+    RewardTable(config.rewards, config.reward_client).start()
+    assert len(made) == 2 and made[0].budget is made[1].budget
+
+
 def test_without_the_section_an_entry_is_stored_as_before() -> None:
     stored = parse(dump_run(run(None, {"openai_judge": {"model": "m", "budget_tokens": 5}})))
     assert stored["judge"] is None and "from_judge" not in stored["rewards"]["openai_judge"]

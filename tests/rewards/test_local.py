@@ -101,7 +101,7 @@ def test_what_is_loaded_next_waits_for_the_scorers_of_this_process() -> None:
     gate, table = Gated(gate_load=True), RewardTable({}, RewardClientConfig())
     table._backends["here"] = LocalRewards({"b": gate})  # type: ignore[index]
     table._backends["broken"] = LocalRewards({"b": Unloadable()})  # type: ignore[index]
-    settled = threading.Thread(target=table.settle)
+    settled = threading.Thread(target=table.wait_loaded)
     settled.start()
     settled.join(0.1)
     assert settled.is_alive()

@@ -42,7 +42,7 @@ def moved() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def test_the_mask_equals_the_public_loss() -> None:
     """Value, masked share and gradient of UniRL's `_flowdppo_kl_adv_loss` on these tensors, threshold 1e-5."""
     mean, log_prob, old, kl, advantages = moved()
-    loss, metrics = grpo_loss(log_prob, old, advantages, None, far=kl > 1e-5)
+    loss, metrics = grpo_loss(log_prob, old, advantages, None, kl_exceeded=kl > 1e-5)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(0.09976597930269841, rel=1e-12)
     assert float(metrics["clip_fraction"]) == pytest.approx(8 / 12)
@@ -56,7 +56,7 @@ def test_it_holds_only_steps_that_moved_with_their_advantage() -> None:
     log_prob = torch.tensor([0.1, 0.1, -0.1, -0.1], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([2.0, -2.0, 2.0, -2.0], dtype=torch.float64)
     far = torch.ones(4, dtype=torch.bool)
-    grpo_loss(log_prob, torch.zeros(4).double(), advantages, None, far=far)[0].backward()
+    grpo_loss(log_prob, torch.zeros(4).double(), advantages, None, kl_exceeded=far)[0].backward()
     assert log_prob.grad is not None
     assert log_prob.grad.tolist() == pytest.approx([0, 2 * math.exp(0.1) / 4, -2 * math.exp(-0.1) / 4, 0])
 
@@ -64,7 +64,7 @@ def test_it_holds_only_steps_that_moved_with_their_advantage() -> None:
 def test_on_policy_it_is_grpo() -> None:
     """KL 0, ratio 1: the gradient is that of the clipped loss, whatever is far."""
     gradients = []
-    for options in ({"clip_range": 1e-4}, {"clip_range": None, "far": torch.ones(B, W, dtype=torch.bool)}):
+    for options in ({"clip_range": 1e-4}, {"clip_range": None, "kl_exceeded": torch.ones(B, W, dtype=torch.bool)}):
         mean, log_prob, *_, advantages = moved()
         grpo_loss(log_prob, log_prob.detach(), advantages, **options)[0].backward()  # type: ignore[arg-type]
         gradients.append(mean.grad)
@@ -74,7 +74,7 @@ def test_on_policy_it_is_grpo() -> None:
 def test_a_ratio_that_overflows_is_masked_without_nan() -> None:
     log_prob = torch.tensor([1e4, 0.0], dtype=torch.float64, requires_grad=True)
     far = torch.tensor([True, False])
-    loss, _ = grpo_loss(log_prob, torch.zeros(2).double(), torch.ones(2).double(), None, far=far)
+    loss, _ = grpo_loss(log_prob, torch.zeros(2).double(), torch.ones(2).double(), None, kl_exceeded=far)
     loss.backward()
     assert log_prob.grad is not None
     assert log_prob.grad.tolist() == [0.0, -0.5]
@@ -84,9 +84,9 @@ def test_clip_and_mask_are_alternatives() -> None:
     log_prob, far = torch.zeros(2), torch.zeros(2, dtype=torch.bool)
     for clip_range, given in ((1e-4, far), (None, None)):
         with pytest.raises(ValueError, match="give one"):
-            grpo_loss(log_prob, log_prob, log_prob, clip_range, far=given)
-    with pytest.raises(ValueError, match="far has shape"):
-        grpo_loss(log_prob, log_prob, log_prob, None, far=far[:1])
+            grpo_loss(log_prob, log_prob, log_prob, clip_range, kl_exceeded=given)
+    with pytest.raises(ValueError, match="kl_exceeded has shape"):
+        grpo_loss(log_prob, log_prob, log_prob, None, kl_exceeded=far[:1])
 
 
 # --- the step weight ---

@@ -73,8 +73,11 @@ class RunRecord:
 
     @property
     def rewards(self) -> Record:
-        """With what they have from the section `judge`."""
-        return with_judge(self.config).get("rewards") or {}
+        """With what they have from the section `judge`; as they are stored if only a plug-in's rewards take it, whose
+        module is not imported here."""
+        with suppress(ValueError):
+            return with_judge(self.config).get("rewards") or {}
+        return self.config.get("rewards") or {}
 
     @property
     def evaluation_data(self) -> Record:

@@ -27,7 +27,7 @@ from retouch.rewards.devices import CPU, Devices, devices_of, instances, serve_a
 from retouch.rewards.golden import disagreements, golden_items
 from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import RewardBackend, RewardItem, Scorer
-from retouch.rewards.scorers.judge_budget import share_budgets
+from retouch.rewards.scorers.judge_budget import Budget, share_budgets
 from retouch.rewards.server.launch import LocalServer
 from retouch.rewards.views import View, viewed
 from retouch.types import Failure, Outcome, Score, Scores
@@ -119,6 +119,7 @@ class RewardTable:
         self.client = client
         self.log_dir = log_dir or Path()
         self._spending = log_dir and log_dir / "judge-spending"
+        self._judge_budget: Budget | None = None
         self.weights = {n: 0.0 if entry.role == "gold" else entry.weight for n, entry in entries.items()}
         self.trained = [name for name, entry in entries.items() if entry.role == "train"]
         self.evaluated = [name for name, entry in entries.items() if not entry.compares_group()]
@@ -315,7 +316,7 @@ class RewardTable:
     def _connect(self, place: Place, members: list[str]) -> RewardBackend:
         if place.where == OWN_PROCESS:
             scorers = {name: self.entries[name].make() for name in members}
-            share_budgets(scorers, self._spending)
+            self._judge_budget = share_budgets(scorers, self._spending, self._judge_budget)
             return LocalRewards(scorers, *place.devices)
         urls = self._auto_urls[place.devices] if place.where == AUTO_SERVER else list(place.where)
         return RewardClient(urls, members, token=reward_token(), options=self.client, cache=self._cache)

@@ -182,16 +182,16 @@ class Budget:
         return (spent[1] * self.price_in + spent[2] * self.price_out) / 1e6
 
 
-def share_budgets(scorers: Mapping[str, object], folder: Path | None) -> None:
+def share_budgets(scorers: Mapping[str, object], folder: Path | None, common: Budget | None = None) -> Budget | None:
     """Let the judges among scorers count in folders of their names what all processes of a run spend; those of the
-    section `judge` count together.
+    section `judge` count together -> their budget.
 
     Args:
         folder: None is that of the run that started this process; without one every process counts alone.
+        common: budget of the section in scorers of an earlier call.
     """
     given = os.environ.get(SPENDING_VARIABLE)
     folder = folder or (Path(given) if given else None)
-    common: Budget | None = None
     for name, scorer in scorers.items():
         judge: Any = scorer
         if not isinstance(getattr(scorer, "budget", None), Budget):
@@ -204,6 +204,7 @@ def share_budgets(scorers: Mapping[str, object], folder: Path | None) -> None:
             # a name may be "..", and none is "judge%" once it is quoted
             judge.budget.share(folder / ("judge%.d" if shares else f"{quote(name, safe='')[:100]}.d"))
         common = judge.budget if shares else common
+    return common
 
 
 def _tokens(number: object) -> int:

@@ -9,7 +9,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -30,6 +30,9 @@ from retouch.rewards.scorers.judge_client import (
 )
 from retouch.rewards.scorers.judge_replies import read_by, text_of
 from retouch.types import Failure, Outcome
+
+if TYPE_CHECKING:
+    from retouch.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,26 @@ class JudgeEntry(JudgeConfig, RewardEntry):
 
     def unused(self) -> frozenset[str]:
         return super().unused() | frozenset(self.from_judge)
+
+    def check(self, run: RunConfig, key: str = "") -> None:
+        """As of every reward.
+
+        Raises:
+            ValueError: also `from_judge` of another hand than `with_judge`: what it lists needs no consent of its own,
+                is not stored, and is in no key of the cache.
+        """
+        super().check(run, key)
+        kind = type(self)
+        for name in self.from_judge:
+            if run.judge is None or name not in JudgeConfig.model_fields:
+                raise ValueError(f"{key}.from_judge: given {shown(name)}; the package writes this key; leave it out")
+            source = run.judge if name in run.judge.model_fields_set else kind.model_fields[name].default
+            expected = getattr(source, name) if isinstance(source, JudgeConfig) else source
+            if getattr(self, name) != expected:
+                raise ValueError(
+                    f"{key}.{name}: given {shown(getattr(self, name))}, but from_judge says that it is that of section "
+                    f"judge, {shown(expected)}; leave from_judge out"
+                )
 
     def questions(self, group_size: int) -> tuple[Question, ...]:
         return (self._question(),)
