@@ -80,6 +80,20 @@ def test_what_is_no_advantage_is_named(name: str, told: str) -> None:
         advantages_of(GrpoConfig(advantages=f"{HERE}:{name}"), rows_of([0.1, 0.9, 0.5, 0.3], [True] * 4))
 
 
+@pytest.mark.parametrize("problem", ["", "algorithm.advantages: it failed there"])
+def test_all_processes_take_the_result_of_the_first(problem: str) -> None:
+    rewards, custom = rows_of([0.1, 0.9, 0.5, 0.3], [True] * 4), GrpoConfig(advantages=f"{HERE}:ranked")
+
+    def gather(own: Any) -> list[Any]:
+        return [([1.0, 2.0, 3.0, 4.0], problem), *own]
+
+    if problem:
+        with pytest.raises(ConfigError, match=problem):
+            advantages_of(custom, rewards, gather)
+    else:
+        assert advantages_of(custom, rewards, gather)[0].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_check_refuses_what_names_no_function(config: Config) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.advantages: given 'ranked'; expected a function; set it to"):
         config(algorithm__advantages="ranked")

@@ -17,7 +17,6 @@ from retouch.config import RunConfig
 from retouch.observe import guards
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
-from retouch.training.recorder import Recorder
 from retouch.training.scoring import JUDGED, _with_groups, judge_details
 from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Scores, Stopped
@@ -248,16 +247,20 @@ def test_a_run_that_stops_where_an_evaluation_is_due_has_each_once(config: Confi
 
 
 def stopped_and_resumed(at: int, make: Callable[[], RunConfig]) -> list[dict[str, Any]]:
-    """Records of a run that gets SIGTERM in a step, in step 0 before its first evaluation, and goes on."""
-    owner, name = (Session, "end_step") if at else (Recorder, "evaluate_at_start")
+    """Records of a run that gets SIGTERM in a step, in step 0 once it is open, and goes on."""
+    owner, name = (Session, "end_step") if at else (Session, "__enter__")
     real = getattr(owner, name)
 
-    def asked(self: Session | Recorder, *arguments: Any, **named: Any) -> None:
-        if self.progress.step + bool(at) == at:
+    def asked(self: Session, *arguments: Any, **named: Any) -> Any:
+        if at and self.progress.step + 1 == at:
             os.kill(os.getpid(), signal.SIGTERM)
-        real(self, *arguments, **named)
+        result = real(self, *arguments, **named)
+        if not at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            self.check_stop()
+        return result
 
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(Stopped):
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Stopped, match=f"step {at}\\b"):
         patched.setattr(owner, name, asked)
         train(make())
     return train(make())[1]

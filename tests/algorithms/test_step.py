@@ -68,6 +68,21 @@ def test_it_is_yielded_until_its_forwards_fit(config: Config) -> None:
     assert log == ["last", "drop", "forward", "drop", *["forward", "backward"] * 3, "last", "backward", "step"]
 
 
+def test_metrics_of_forwards_that_were_dropped_do_not_count(config: Config) -> None:
+    run = stand_in(config, [])
+    size, weight, given = ForwardSize(run.config, run.engine), torch.ones((), requires_grad=True), [0, 1, 2, 3]
+    size.rows = 2
+    data: Any = SimpleNamespace(items=[])
+    step = Step(run, size, torch.arange(4), torch.tensor(4.0), 0.1, data=data, positions=given, seeds=given)
+    for again in step.until_it_fits():
+        with again:
+            for number, chunk in enumerate(again.forwards()):
+                if number == 1 and len(chunk) == 2:
+                    raise torch.OutOfMemoryError("tried to allocate")
+                again.backward(weight * len(chunk) / 4, {}, len(chunk))
+    assert step.values["loss"] == 1.0
+
+
 def test_one_that_fits_is_yielded_once(config: Config) -> None:
     log: list[str] = []
     assert tried(stand_in(config, log), 4) == [([4], True, True)]

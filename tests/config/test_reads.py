@@ -4,7 +4,7 @@ option that nothing reads in it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -15,7 +15,7 @@ from retouch.config.check import warnings_of
 from retouch.config.cost import cost
 from retouch.config.derived import rows_per_forward
 from retouch.config.load import overlaid
-from retouch.config.reads import ReadBy, reads_of, unread
+from retouch.config.reads import ReadBy, Reading, reads_of, unread
 from retouch.core.rules import STEP_RULES
 
 from .changed import declared, others, with_value
@@ -153,6 +153,16 @@ def test_an_algorithm_that_comes_later_reads_what_it_says(problems: Callable[...
     assert message_of(given, "rollout.shared_noise") is None
     [line] = problems("algorithm={name: nft}", "rollout.shared_noise=true")
     assert line.startswith("small.yaml: rollout.shared_noise: given true, but nft")
+
+
+def test_an_algorithm_of_others_reads_no_preset_and_no_gradient_unless_it_says_so() -> None:
+    from retouch.algorithms.base import AlgorithmSection
+
+    class Own(AlgorithmSection):
+        name: str = "own"
+
+    run: Any = None
+    assert [what for what in get_args(Reading) if not Own().reads(run, what)] == ["presets", "gradients"]
 
 
 def test_an_override_drops_what_the_new_algorithm_refuses_and_no_other_key() -> None:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from retouch.core.rules import StepRule
     from retouch.data.base import ItemFiles
 
-ALL_READINGS: frozenset[Reading] = frozenset(get_args(Reading))
+READINGS: frozenset[Reading] = frozenset(get_args(Reading)) - {"presets", "gradients"}
+"""What an algorithm reads unless it says otherwise: presets are written for some, gradients of rewards need code."""
 
 
 class AlgorithmSection(Section):
@@ -40,7 +41,7 @@ class AlgorithmSection(Section):
     trains_text_encoder: ClassVar[bool] = False
     """Whether the text encoder is trained and the diffusion model is frozen."""
 
-    READS: ClassVar[Set[Reading]] = ALL_READINGS
+    READS: ClassVar[Set[Reading]] = READINGS
     """Purposes for which it reads options of other sections. Options for another purpose are rejected where they are
     given, and an override of `algorithm.name` drops those of `rollout` and `optimizer`."""
     WARNS_UNREAD: ClassVar[bool] = False

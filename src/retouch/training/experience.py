@@ -45,7 +45,7 @@ from retouch.engine import Engine
 from retouch.errors import ConfigError, code_place
 from retouch.observe.grids import grid
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.table import RewardTable
+from retouch.rewards.table import Gather, RewardTable
 from retouch.rollout.sampler import broken_rows, objective_region, sample, to_uint8
 from retouch.training.build import Run
 from retouch.training.dealing import evenly_dealt
@@ -136,7 +136,7 @@ def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = N
         Stopped: asked to stop between batches, or while rewards are computed.
     """
     experience, scores, rewards = rewarded_samples(session, algorithm, policy)
-    advantages, counts = advantages_of(algorithm, rewards)
+    advantages, counts = advantages_of(algorithm, rewards, session.run.engine.gather_list)
     own = own_rows(session.run.engine, rewards)
     experience.advantages, experience.counts_in_loss = advantages[own], counts[own]
     if any(entry.gradient_weight for entry in session.config.rewards.values()):
@@ -388,15 +388,37 @@ def items_by_row(padding: Tensor, scores: Sequence[Scores]) -> list[RewardItem |
 # --- advantages ---
 
 
-def advantages_of(algorithm: AdvantageConfig, rewards: RewardRows) -> tuple[Tensor, Tensor]:
-    """(Advantages [N], `counts_in_loss` [N])."""
+def advantages_of(algorithm: AdvantageConfig, rewards: RewardRows, gather: Gather = list) -> tuple[Tensor, Tensor]:
+    """(Advantages [N], `counts_in_loss` [N]).
+
+    Args:
+        gather: from all processes, which agree on the result of a function of the user.
+    """
     counts = comparable_rows(rewards.example_index, rewards.usable, algorithm.baseline)
     if algorithm.skip_zero_std_groups and algorithm.baseline == "group":
         counts = counts & ~rewards.zero_variance_rows(algorithm.combine)
     if algorithm.advantages is not None:
-        return custom_advantages(algorithm, rewards, counts).float(), counts.float()
+        return agreed_advantages(algorithm, rewards, counts, gather).float(), counts.float()
     how = (algorithm.combine, algorithm.baseline, algorithm.scale, algorithm.advantage_clip)
     return rewards.advantages(*how).float(), counts.float()
+
+
+def agreed_advantages(algorithm: AdvantageConfig, rewards: RewardRows, counts: Tensor, gather: Gather) -> Tensor:
+    """`custom_advantages` of the first process, on all: a function of the user may fail on one machine, or draw random
+    numbers. A collective.
+
+    Raises:
+        ConfigError: it failed there.
+    """
+    values, problem = list[float](), ""
+    try:
+        values = custom_advantages(algorithm, rewards, counts).tolist()
+    except ConfigError as error:
+        problem = str(error)
+    values, problem = gather([(values, problem)])[0]
+    if problem:
+        raise ConfigError(problem)
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def custom_advantages(algorithm: AdvantageConfig, rewards: RewardRows, counts: Tensor) -> Tensor:

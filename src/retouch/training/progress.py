@@ -18,8 +18,15 @@ SAVED_AS = {"counts_in_loss": "weight", "optimizer_step": "step_of", "step_in_ep
 
 
 def saved(state: object) -> dict[str, Any]:
-    """The fields of a dataclass under their names in checkpoints."""
-    return {SAVED_AS.get(name, name): value for name, value in vars(state).items()}
+    """The fields of a dataclass under their names in checkpoints.
+
+    Raises:
+        ValueError: two fields have one name there, as those of a plug-in might.
+    """
+    names = {name: SAVED_AS.get(name, name) for name in vars(state)}
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"{type(state).__name__}: two fields have one name in checkpoints; rename one of {names}")
+    return {names[name]: value for name, value in vars(state).items()}
 
 
 def restored(kind: type[Any], state: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Session(Loop):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.resumed_from: Path | None = None
-        self._finished = False
+        self._finished = self._dropped_ema = False
         self._shown = ExitStack()  # signal handlers and bar, once the run is open
 
     def __enter__(self) -> Session:
@@ -59,6 +59,8 @@ class Session(Loop):
             records = self._records()
             recorder.follow(records)
             self._finished = has_finished(self.config, step, records)
+        if self._dropped_ema:
+            logger.warning("%s: its EMA weights are dropped, since the run file has no ema section", self.resumed_from)
         log_header(run, run.policy.size, self.resumed_from)
         recorder.spent()  # opening the run is no part of its first step
         with ExitStack() as failed:
@@ -128,8 +130,7 @@ class Session(Loop):
                 f"{folder}: has no EMA weights, but the run file has an ema section; set ema=null "
                 "evaluation.weights=raw to go on without them"
             )
-        if not self.config.ema and self.run.policy.snapshots.pop("ema", None) is not None:
-            logger.warning("%s has EMA weights, but the run file has no ema section: they are dropped", folder)
+        self._dropped_ema = not self.config.ema and self.run.policy.snapshots.pop("ema", None) is not None
         self.recorder.restore(folder, state, self._records())
 
     def _require_fit(self, folder: Path, state: Mapping[str, Any]) -> None:

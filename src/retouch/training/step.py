@@ -45,13 +45,16 @@ class ForwardSize:
         self.rows = config.optimizer.batch_size_per_device
         self._config, self._engine = config, engine
 
-    def halve(self, error: torch.OutOfMemoryError) -> None:
+    def halve(self, problem: str) -> None:
         """Half the rows from now on, and no gradient of the forwards so far.
+
+        Args:
+            problem: the first line of the error; the error holds frames, and they tensors.
 
         Raises:
             OutOfMemory: there is only one, or other processes would wait for this one's gradients.
         """
-        optimizer, rows, problem = self._config.optimizer, self.rows, first_line(error)
+        optimizer, rows = self._config.optimizer, self.rows
         if rows == 1:
             raise OutOfMemory(
                 f"out of memory with one row in a forward ({problem}); set training.gradient_checkpointing=true, "
@@ -88,7 +91,7 @@ class ForwardSize:
             try:
                 return forwards()
             except torch.OutOfMemoryError as error:
-                problem = error.with_traceback(None)  # its frames hold the tensors of the forward
+                problem = first_line(error)
             self.halve(problem)
 
     def chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -163,13 +166,13 @@ class Step:
         self._run, self._size, self._lr = run, size, lr
         self._supervised, self._ends_epoch, self._log_ratio = supervised, ends_epoch, log_ratio
         self._forward = ExitStack()
-        self._problem: torch.OutOfMemoryError | None = None
+        self._problem = ""
         self._metrics, self._losses = Metrics(), list[Tensor]()
 
     @property
     def ends_epoch(self) -> bool:
         """Whether it is the last step on the rows of its epoch, and not to be taken again."""
-        return self._ends_epoch and self._problem is None
+        return self._ends_epoch and not self._problem
 
     def until_it_fits(self) -> Iterator[Step]:
         """The step, and again with half the rows in a forward as long as memory runs out.
@@ -178,12 +181,12 @@ class Step:
             OutOfMemory: halving cannot help.
         """
         yield self
-        while self._problem is not None:
+        while self._problem:
             self._size.halve(self._problem)
             yield self
 
     def __enter__(self) -> Step:
-        self._problem = None
+        self._problem = ""
         self._metrics, self._losses = Metrics(), []
         return self
 
@@ -195,7 +198,7 @@ class Step:
         """
         self._forward.close()
         if isinstance(error, torch.OutOfMemoryError):
-            self._problem = error.with_traceback(None)  # its frames hold the tensors of the forward
+            self._problem = first_line(error)
             return True
         if error is None and float(self.normalizer) != 0:
             self._update()

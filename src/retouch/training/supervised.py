@@ -42,9 +42,6 @@ def supervised_loss(
 
     The noise of a row, its time and its caption dropout depend on (run seed, step, number of the row among those of all
     processes), not on the process or micro-batch that computes it.
-
-    Args:
-        positions: in the data, of all rows of the step on this process.
     """
     run, device, number = session.run, session.run.engine.device, session.progress.step
     global_rows = [session.run.engine.rank * len(step.rows) + int(row) for row in rows]
