@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from retouch.data.base import ItemFiles
 
 READINGS: frozenset[Reading] = frozenset(get_args(Reading)) - {"presets", "gradients"}
-"""What an algorithm reads unless it says otherwise: presets are written for some, gradients of rewards need code."""
+"""The default of `READS`: presets are written for some algorithms, and gradients of rewards need code."""
 
 
 class AlgorithmSection(Section):

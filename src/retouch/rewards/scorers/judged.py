@@ -80,8 +80,8 @@ class JudgeEntry(JudgeConfig, RewardEntry):
             expected = getattr(source, name) if isinstance(source, JudgeConfig) else source
             if getattr(self, name) != expected:
                 raise ValueError(
-                    f"{key}.{name}: given {shown(getattr(self, name))}, but from_judge says that it is that of section "
-                    f"judge, {shown(expected)}; leave from_judge out"
+                    f"{key}.{name}: given {shown(getattr(self, name))}, but from_judge states that of section judge, "
+                    f"{shown(expected)}; leave from_judge out"
                 )
 
     def questions(self, group_size: int) -> tuple[Question, ...]:
