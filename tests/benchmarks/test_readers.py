@@ -62,7 +62,7 @@ def test_the_ranges_of_the_page() -> None:
         assert all(share[1] > 0 for share in shares)
         assert f"{shown} {ROWS[0]['signs'][name]:.3f}".replace(" 0.", " .") in prose
     for trained, words in (
-        ("recognizer", "the highest hacking index, {} to {} ({} to {} % of its gain, beside four other readers)"),
+        ("recognizer", "a hacking index of {} to {} ({} to {} % of its gain, beside four other readers)"),
         ("ocr", "GRPO and NFT have {} to {} ({} to {} %, beside three)"),
     ):
         runs = [row for row in ROWS if row["trained"] == trained]
@@ -71,10 +71,10 @@ def test_the_ranges_of_the_page() -> None:
         parts = [100 * row["hacking_index"][0] / row["gain"][trained][0] for row in runs]
         assert words.format(*ends, *(f"{end(parts):.0f}" for end in (min, max))) in prose
     pixels = [row for row in ROWS if row["trained"] == "recognizer"]
-    assert all(share[0] >= 0.75 for row in pixels for share in row["transfer"].values())
-    for seed in {row["seed"] for row in ROWS}:
-        highest = max((row for row in ROWS if row["seed"] == seed), key=lambda row: row["hacking_index"][0])
-        assert highest["trained"] == "recognizer"
+    assert all(row["hacking_index"][1] > 0 for row in pixels)
+    for algorithm in ("grpo", "nft"):
+        above = [row["hacking_index"][1] > 0 for row in ROWS if row["algorithm"] == algorithm]
+        assert (sum(above), len(above)) == (1, 2) and "on one of two seeds each" in prose
     assert all(row["signs"] == ROWS[0]["signs"] for row in ROWS)
     least = min(share[0] for row in ROWS for name, share in row["transfer"].items() if name in readers.READERS)
     advice = " ".join((REPOSITORY / "docs/rewards.md").read_text(encoding="utf-8").split())
