@@ -90,6 +90,8 @@ def walk(config: RunConfig) -> Iterator[tuple[type[Section], str, str, list[str]
             before = inside = dict(now)
             for part in filter(None, key.split(".")):
                 inside[part] = inside = dict(inside[part])
+            if name == "from_judge":
+                continue  # in no stored file
             inside[name] = ANOTHER if inside[name] != ANOTHER else None
             yield kind, name, f"{key}.{name}".lstrip("."), [found for found, *_ in changes_in_epoch(run, before, now)]
 
@@ -191,6 +193,7 @@ EXPENSIVE = {"grpo: resampling", "nft: loss", "reward_gradient: loss"}
 
 NOT_RUN = {
     ("RunConfig", "resume"): "every run here changes it",
+    ("RunConfig", "judge"): "an endpoint; rewards of the epoch are recorded",
     ("LoggingConfig", "project"): "only services read it",
     ("LoggingConfig", "group"): "only services read it",
     ("TrainingConfig", "compile"): "minutes; tests/cuda",

@@ -88,7 +88,7 @@ class ImageEncoder:
         self.size = int(model.config.image_size)
         self.width = int(model.config.projection_dim if output == "image_embeds" else model.config.hidden_size)
         self.device = torch.device("cpu")
-        self._mean, self._std = (torch.tensor(list(v)).view(3, 1, 1) for v in (mean, std))
+        self._mean, self._std = (torch.tensor(list(v), dtype=torch.float32).view(3, 1, 1) for v in (mean, std))
         self._cache: LruCache[str, Tensor] = LruCache(CACHE_SIZE)
 
     @classmethod
