@@ -1,8 +1,8 @@
 """What does a run cost on a machine that other programs keep busy, and what does it cost a quiet one to be prepared?
 
 The demo's run file with 16 images a step, a few steps, and OCR on a server of the run (`url: auto`). By default the
-threads of torch spin while they wait; `retouch` lets them sleep (OMP_WAIT_POLICY=PASSIVE). GOMP_SPINCOUNT and
-KMP_BLOCKTIME, at the defaults of the runtimes, bring the spinning back: "spinning" below.
+threads of torch spin while they wait; `retouch` lets them sleep after part of a millisecond (`SLEEPING`).
+GOMP_SPINCOUNT and KMP_BLOCKTIME, at the defaults of the runtimes, bring the spinning back: "spinning" below.
 
 - busy: CPU seconds of the whole run, reward server included, beside processes that compute without end, over the
   seconds of the same run without them.
@@ -35,7 +35,7 @@ from typing import Any
 from loop_overhead import machine
 
 from retouch.observe.run_dir import read_metrics
-from retouch.process.machine import WAIT_POLICY
+from retouch.process.machine import SLEEPING, WAIT_POLICY
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIG = REPOSITORY / "configs/tiny/flux_fill_grpo.yaml"
@@ -120,7 +120,7 @@ def turns(count: int) -> dict[str, Any]:
     kept = {key: value for key, value in os.environ.items() if key not in _OF_THREADS}
     processes = {
         name: subprocess.Popen(
-            command, env={**kept, WAIT_POLICY: "PASSIVE", **policy}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            command, env={**kept, **SLEEPING, **policy}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         for name, policy in POLICIES.items()
     }

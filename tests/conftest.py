@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import functools
 import gc
+import importlib
 import importlib.metadata
 import os
 import signal
@@ -78,6 +79,19 @@ LONG = ("tests/distributed/", "tests/test_secrets.py", "tests/algorithms/test_ki
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Where several workers start at once, each begins with another share of the files: those that have no bytecode yet
+    are rewritten (pytest's assertions) and compiled once, and not by every worker, which takes half of a collection."""
+    worker = getattr(session.config, "workerinput", {})
+    if not worker.get("whole"):
+        return
+    root, count, number = session.config.rootpath, worker["workercount"], int(worker["workerid"].removeprefix("gw"))
+    for file in sorted(root.glob("tests/**/test_*.py"))[number::count]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection says what is wrong with it
+            importlib.import_module(".".join(file.relative_to(root).with_suffix("").parts))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """These first: at the end, the last of them would keep the other workers waiting."""
     tiers.mark(items)
@@ -95,6 +109,10 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["whole"] = node.config.args_source is node.config.ArgsSource.TESTPATHS
 
 
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from retouch.process import machine
-from retouch.process.machine import WAIT_POLICY, let_threads_sleep, threads_sleep
+from retouch.process.machine import SLEEPING, WAIT_POLICY, let_threads_sleep, threads_sleep
 
 
 def test_freed_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,15 +36,22 @@ ENTRY = """
 import os, sys
 import retouch.cli as cli
 assert "torch" not in sys.modules  # its OpenMP reads the variable when it is loaded
-cli._called = lambda name: lambda **_: print(os.environ["OMP_WAIT_POLICY"])
+cli._called = lambda name: lambda **_: print(os.environ["OMP_WAIT_POLICY"], os.environ.get("GOMP_SPINCOUNT"))
 cli.main()
 """
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(given: str | None, expected: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != WAIT_POLICY}
-    environment |= {} if given is None else {WAIT_POLICY: given}
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "PASSIVE 15000"),
+        ({WAIT_POLICY: "ACTIVE"}, "ACTIVE None"),
+        ({WAIT_POLICY: "PASSIVE"}, "PASSIVE None"),
+        ({"GOMP_SPINCOUNT": "7"}, "PASSIVE 7"),
+    ],
+)
+def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(given: dict[str, str], expected: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in SLEEPING} | given
     done = subprocess.run([sys.executable, "-c", ENTRY], env=environment, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr, done.returncode) == (f"{expected}\n", "", 0)
 
@@ -83,7 +90,7 @@ cli.main()
 def test_two_threads_on_one_core_do_not_spin() -> None:
     seconds = {}
     for policy in ("PASSIVE", "ACTIVE"):
-        environment = {n: v for n, v in os.environ.items() if n not in (WAIT_POLICY, "OMP_NUM_THREADS")}
+        environment = {n: v for n, v in os.environ.items() if n not in (*SLEEPING, "OMP_NUM_THREADS")}
         environment |= {WAIT_POLICY: policy} if policy == "ACTIVE" else {}
         command = [sys.executable, "-c", SHARED]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

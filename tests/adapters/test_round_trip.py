@@ -64,8 +64,8 @@ STOCK = {
 POSITIONS = "pos_embed.pos_embed"
 """Table of positions of SD3, which is no parameter."""
 
-WHOLE = ("flux_fill", "sd_inpaint", "sd3", "qwen_image")
-"""Families whose full weights are drawn from here: a network of each kind. Those of every family are read again."""
+WHOLE = ("flux_fill", "sd_inpaint")
+"""Families whose full weights are drawn from here: a transformer and a UNet. Those of every family are read again."""
 
 GUIDANCE = {"flux_kontext": 2.5, "sd_inpaint": 7.5, "sdxl_inpaint": 7.5, "flux_fill": 30.0, "flux_dev": 3.5}
 """Family -> guidance scale; 4 of others."""

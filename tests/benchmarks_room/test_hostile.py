@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,27 +209,28 @@ def test_a_folder_with_the_name_of_a_table_is_a_folder(place: Path, tmp_path: Pa
 ABOUT = {"model": {"path": "a"}, "sampling": {"num_steps": 1}}
 
 
-def _claimed(folder: Path, steps: int, start: Any, done: Any) -> None:
-    start.wait()
-    try:
-        claim(folder, {**ABOUT, "sampling": {"num_steps": steps}})
-        done.put(steps)
-    except ConfigError:
-        done.put(None)
+def _claimed(folders: Sequence[Path], steps: int, start: Any, done: Any) -> None:
+    for folder in folders:
+        start.wait()
+        try:
+            claim(folder, {**ABOUT, "sampling": {"num_steps": steps}})
+            done.put(folder)
+        except ConfigError:
+            pass
 
 
 def test_of_processes_with_different_settings_one_gets_the_folder(tmp_path: Path) -> None:
     """They start at the same moment; their images would mix."""
     context = multiprocessing.get_context("fork")
-    for trial in range(10):
-        start, done = context.Barrier(4), context.Queue()
-        processes = [context.Process(target=_claimed, args=(tmp_path / str(trial), n, start, done)) for n in range(4)]
-        for process in processes:
-            process.start()
-        given = [done.get(timeout=20) for _ in processes]
-        for process in processes:
-            process.join(20)
-        assert len([steps for steps in given if steps is not None]) == 1
+    start, done = context.Barrier(4), context.Queue()
+    folders = [tmp_path / str(trial) for trial in range(10)]
+    processes = [context.Process(target=_claimed, args=(folders, n, start, done)) for n in range(4)]
+    for process in processes:
+        process.start()
+    assert sorted(done.get(timeout=60) for _ in folders) == folders
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4 and done.empty()
 
 
 def test_images_without_a_record_are_of_unknown_weights(tmp_path: Path) -> None:

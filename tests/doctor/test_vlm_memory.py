@@ -151,7 +151,7 @@ def measure(config: RunConfig, patch: pytest.MonkeyPatch) -> Measured:
         pytest.param(
             {"beta": 0.1}, {"model__dtype": "bf16", "training__mixed_precision": "bf16"}, marks=pytest.mark.full
         ),
-        (FULL, {"training__gradient_checkpointing": True}),
+        pytest.param(FULL, {"training__gradient_checkpointing": True}, marks=pytest.mark.full),
         pytest.param({}, {}, marks=pytest.mark.slow),
         pytest.param(FULL, {"training__mixed_precision": "bf16"}, marks=pytest.mark.slow),
     ],

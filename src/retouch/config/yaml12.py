@@ -72,7 +72,10 @@ class _Loader(yaml.SafeLoader):
             raise _problem(node, f"{text!r} is not a number") from None
 
 
-class Dumper(yaml.SafeDumper):
+_SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # libyaml's, in all wheels: five times as fast
+
+
+class Dumper(_SafeDumper):
     """Quotes every string that `parse` would read as something else."""
 
 

@@ -53,6 +53,10 @@ def this_machine() -> Machine:
 
 
 WAIT_POLICY = "OMP_WAIT_POLICY"
+SLEEPING = {WAIT_POLICY: "PASSIVE", "GOMP_SPINCOUNT": "15000"}
+"""Variables that torch reads when it is imported. GNU's runtime would let a passive thread sleep at once, so that every
+parallel region of a tiny network, shorter than a wake-up, waits for one; after so many turns, part of a millisecond, it
+sleeps. `benchmarks/busy_machine.py` has measured both."""
 
 
 def let_threads_sleep() -> bool:
@@ -66,7 +70,8 @@ def let_threads_sleep() -> bool:
     """
     if "torch" in sys.modules:
         return WAIT_POLICY in os.environ
-    os.environ.setdefault(WAIT_POLICY, "PASSIVE")
+    if WAIT_POLICY not in os.environ:
+        os.environ.update({name: os.environ.get(name, value) for name, value in SLEEPING.items()})
     return True
 
 
