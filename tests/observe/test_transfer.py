@@ -187,9 +187,10 @@ def test_evaluations_of_other_settings_are_no_earlier_ones(
         True
     ] * bool(key)
     alone = [{"example": 1, "index": 0, "ocr": 0.5}]
-    for step in (0, 40, 50, 60):
+    records = [json.dumps({"kind": "eval", "step": step, "images": 1}) for step in (0, 40, 50, 60)]
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in records), encoding="utf-8")
+    for step in (0, 40, 50, 55, 60):  # that of step 55 is of a run that was killed, and went on from step 50
         save_evaluation(Evaluation(alone, []), tmp_path / "evaluations" / f"step-{step:06d}", 0)
-    (tmp_path / "metrics.jsonl").touch()
     assert [*_earlier(tmp_path, 0, 60)] == ([0, 40, 50] if key is None else [50])
 
 

@@ -437,11 +437,11 @@ def record_evaluation(
 
 def _earlier(run: Path, first: int, step: int) -> dict[int, list[Row]]:
     """The rows of the evaluations of a run from step `first` on, up to before `step`, by step; of those that were made
-    as they are today."""
+    as they are today, and of which there is a record: a killed run has left files of steps that it takes again."""
     first = max(first, alike_after(run) + 1)
     images_at = images_of(read_metrics(run / "metrics.jsonl"))
-    past = {at: path for at, path in steps_kept(run / "evaluations").items() if first <= at < step}
-    return {at: rows for at, path in past.items() if (rows := kept_rows(path, images_at.get(at))) is not None}
+    past = {at: path for at, path in steps_kept(run / "evaluations").items() if first <= at < step and at in images_at}
+    return {at: rows for at, path in past.items() if (rows := kept_rows(path, images_at[at])) is not None}
 
 
 def _plateau(run: Evaluated, evaluations: Mapping[int, Sequence[Row]]) -> str | None:
