@@ -82,6 +82,13 @@ ELSE = "or start a new run under another name=..."
         ),
         (3, ("algorithm={name: nft}", *ODE), "was written under algorithm.name=grpo, the run file has nft; set it "),
         (2, ("algorithm.kl_weight=0.1",), "was written with algorithm.kl_weight=0, which keeps no reference, "),
+        (2, ("algorithm.sft_steps=3",), "was written after a warm-up of algorithm.sft_steps=2, the run file has 3; "),
+        (2, ("algorithm.sft_steps=0",), "was written after a warm-up of algorithm.sft_steps=2, the run file has 0; "),
+        (
+            1,
+            ("algorithm.sft_steps=0",),
+            "lies at step 1 of the warm-up, beyond algorithm.sft_steps=0 of the run file; ",
+        ),
         (
             3,
             ("rollout.num_steps=4",),

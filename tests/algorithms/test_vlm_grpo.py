@@ -327,6 +327,24 @@ def test_failed_rows_leave_the_denominator(rows: int, accumulated: int, parts_of
     assert trainer._loss_scale() == 16 / 13  # nothing failed on another process
 
 
+@pytest.mark.parametrize(("process", "expected"), [(0, [True, False, True, False]), (1, [False, False, True, True])])
+def test_the_last_one_of_a_group_is_compared_with_nothing(
+    process: int, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of four on two processes. Where one is left, its advantage is 0; it has a KL and a share of the
+    denominator all the same."""
+    no = float("nan")
+    gathered = torch.tensor([[1.0], [no], [2.0], [no], [no], [no], [3.0], [4.0]])
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda *_: gathered)
+    trainer: Any = object.__new__(VlmTrainer)
+    trainer.accelerator, trainer.num_generations = SimpleNamespace(process_index=process), 4
+    trainer._calculate_rewards([], [""] * 4, [], [])
+    assert trainer._valid.tolist() == expected
+    gathered[7] = no
+    trainer._calculate_rewards([], [""] * 4, [], [])
+    assert trainer._valid.tolist() == (expected if process == 0 else [False] * 4)
+
+
 def test_one_failed_reward_of_two_masks_the_row(parts_of: Any) -> None:
     both = {
         "letters": reward("fail_some"),

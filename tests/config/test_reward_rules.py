@@ -81,6 +81,37 @@ def test_a_win_rate_needs_somebody_to_beat(problems: Callable[..., list[str]]) -
 
 
 @pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(
+            (
+                "model={family: qwen_image, path: tiny}",
+                "data={format: prompts, path: x, resolution: 64}",
+                "algorithm={name: vlm_grpo}",
+            ),
+            id="vlm_grpo",
+        ),
+        pytest.param(("data={format: manifest, path: x, resolution: 64}", "algorithm={name: kto}"), id="kto"),
+        pytest.param(
+            ("data={format: manifest, path: x, resolution: 64}", "algorithm={name: dpo, pairs: offline}"),
+            id="offline dpo",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "option",
+    ["rewards.size.transform=win_rate", "rewards.size.min_group_std=0.1", "reward_client.probe_every=1"],
+)
+def test_what_compares_samples_or_probes_scorers_is_of_runs_that_do(
+    option: str, algorithm: tuple[str, ...], problems: Callable[..., list[str]]
+) -> None:
+    """Under vlm_grpo TRL compares the values themselves, and no epoch of samples begins with a probe."""
+    (line,) = problems(*algorithm, "rewards={size: {scorer: jpeg_size}}", option)
+    assert line.startswith(f"small.yaml: {option.partition('=')[0]}: given ")
+    assert "does not read it" in line or "samples no images to train on" in line
+
+
+@pytest.mark.parametrize(
     "rewards",
     [
         "{ocr: {weight: 0}, seam: {gated_by: ocr, gate_threshold: 0.5, gate_floor: -1}}",

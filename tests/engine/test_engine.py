@@ -68,6 +68,14 @@ def test_learning_rate_is_the_one_given() -> None:
     assert stats["grad_norm"] == pytest.approx(2**0.5) and stats["overflow"] == 0.0
 
 
+def test_the_accumulation_of_the_environment_divides_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate reads it where none is given, as its launcher or a shell has set it for another program."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    engine = engine_for(linear())
+    engine.backward(engine.network(torch.ones(1, 2)).sum())
+    assert engine.step(lr=0.25)["grad_norm"] == pytest.approx(2**0.5)
+
+
 def test_fp16_that_never_finds_a_scale_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that updates begins the count anew."""
     engine = engine_for(linear())

@@ -59,6 +59,16 @@ def test_what_is_a_plateau(means: tuple[float, ...], expected: bool | None) -> N
     assert over(curve(*means)) is expected
 
 
+def test_a_last_third_whose_examples_differ_has_no_plateau_yet() -> None:
+    """Half of them rise by 1 and half fall by 1: the mean stands still, but so few examples do not show it."""
+    values = curve(*RISEN)
+    values[5:] += np.where(np.arange(PLATEAU_EXAMPLES) % 2, 1.0, -1.0)
+    found = trend_of([*range(7)], values, EXAMPLES)
+    assert found is not None and not found.over
+    assert (found.rise, found.gain) == (pytest.approx(0, abs=0.01), pytest.approx(1, abs=0.01))
+    assert over(np.repeat(values, 50, axis=1)) is True
+
+
 def test_the_parts_are_thirds_of_the_steps_however_often_they_are_evaluated() -> None:
     """Evaluations that come more often later on make no third shorter."""
     values = curve(0.0, 0.4, 0.5, 1.0, 1.0, 1.0, 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from retouch.config import dump_run, parse_run
+from retouch.observe.kept import alike_after
 from retouch.observe.report import _transfer_section
 from retouch.observe.statistics import student
 from retouch.observe.transfer import transfers
 from retouch.rewards.scorers.ocr import OcrReward
-from retouch.training.evaluation import Evaluation, record_evaluation
+from retouch.training.evaluation import Evaluation, _earlier, record_evaluation, save_evaluation
 from retouch.use.comparison import comparison_table, confirmed
 
 
@@ -152,6 +154,44 @@ def test_the_evaluations_of_a_run_have_it_since_the_first_of_rl(
     assert records[80]["a.transfer_of_ocr"] == pytest.approx(0.5)
     told = [line for line in caplog.messages if "hacking index" in line]
     assert told == [f"since step 20: {transfers(BEFORE, last, ['ocr'], ['a'])[0].text()}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({}, None),
+        ({"optimizer__lr": 1e-3, "rewards": {"preservation": {"weight": 2.0}}, "evaluation__num_examples": 1}, None),
+        ({"evaluation__num_steps": 1}, "num_steps"),
+        ({"rollout__num_steps": 4}, "num_steps"),
+        ({"rollout__guidance_scale": 2.0}, "rollout.guidance_scale"),
+        ({"evaluation__data": None}, "evaluation.data.path, evaluation.data.target"),
+        ({"ema": {"decay": 0.9}}, "evaluation.weights"),
+        ({"ema": {"decay": 0.9}, "evaluation__weights": "raw"}, None),
+        ({"rewards": {"preservation": {"crop": "mask_box"}}}, "rewards.preservation.crop"),
+    ],
+)
+def test_evaluations_of_other_settings_are_no_earlier_ones(
+    changes: dict[str, Any],
+    key: str | None,
+    run_file: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A resumed run may change them: a gold reward falls, and a plateau ends, by the settings alone."""
+    for name, given in (("config-000040", {}), ("config-000060", changes), ("config", changes)):
+        run = parse_run(run_file(**{"evaluation__num_steps": None, **given}))
+        (tmp_path / f"{name}.yaml").write_text(dump_run(run), encoding="utf-8")
+    assert alike_after(tmp_path) == (-1 if key is None else 40)
+    told = [line for line in caplog.messages if "are not compared with them" in line]
+    assert [f"up to step 40 were sampled or scored with other settings ({key})" in line for line in told] == [
+        True
+    ] * bool(key)
+    alone = [{"example": 1, "index": 0, "ocr": 0.5}]
+    records = [json.dumps({"kind": "eval", "step": step, "images": 1}) for step in (0, 40, 50, 60)]
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in records), encoding="utf-8")
+    for step in (0, 40, 50, 55, 60):  # that of step 55 is of a run that was killed, and went on from step 50
+        save_evaluation(Evaluation(alone, []), tmp_path / "evaluations" / f"step-{step:06d}", 0)
+    assert [*_earlier(tmp_path, 0, 60)] == ([0, 40, 50] if key is None else [50])
 
 
 def test_the_section_of_the_report() -> None:

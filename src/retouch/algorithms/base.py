@@ -266,7 +266,7 @@ class RlConfig(Objective):
 
     KEPT: ClassVar[Set[str]] = {"sft_steps", "sft_shifted_times"}
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"sft_shifted_times", "combine", "resample_rounds"}
-    READS: ClassVar[Set[Reading]] = {"diffusion", "solver", "warm_up", "rollouts"}
+    READS: ClassVar[Set[Reading]] = {"diffusion", "solver", "warm_up", "rollouts", "epochs"}
     ALIASES: ClassVar[Mapping[str, str]] = {
         "warmup_steps": "sft_steps",
         "warmup_shifted_times": "sft_shifted_times",
@@ -334,7 +334,9 @@ class RlConfig(Objective):
     def reads(self, run: RunConfig, what: Reading) -> bool:
         if what in ("step_rule", "parts") and self.step_rule(run) is not None:
             return True
-        sampled = not self.given_images if what == "solver" else self.trains_on_rewards or what != "rollouts"
+        sampled = (
+            not self.given_images if what == "solver" else self.trains_on_rewards or what not in ("rollouts", "epochs")
+        )
         return sampled and super().reads(run, what)
 
     def unread(self, run: RunConfig, key: str, what: Reading) -> str:
@@ -344,7 +346,7 @@ class RlConfig(Objective):
         if what == "parts":
             rows = "takes every trained step as a row" if records else "trains no solver steps"
             return f"{self.name} {rows}; leave it out"
-        if what == "rollouts":
+        if what in ("rollouts", "epochs"):
             return f"{self.name} samples no images to train on; leave it out"
         if what not in ("step_rule", "solver"):
             return super().unread(run, key, what)

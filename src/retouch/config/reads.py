@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from retouch.config.base import Section
     from retouch.config.run import RunConfig
 
-Reading = Literal["diffusion", "step_rule", "solver", "presets", "parts", "warm_up", "rollouts", "gradients"]
+Reading = Literal["diffusion", "step_rule", "solver", "presets", "parts", "warm_up", "rollouts", "epochs", "gradients"]
 """Purposes of an algorithm's reading of other sections: training the diffusion model, a stochastic step rule, a solver
 of the ODE, `rollout.preset`, rows in parts (`AlgorithmSection.parts_of_row`), a supervised warm-up, samples to train
-on, gradients of rewards."""
+on, epochs of them whose rewards this package compares (`training.experience`), gradients of rewards."""
 
 EARLIER_DEFAULTS: Mapping[str, object] = {"optimizer.steps_per_forward": None}
 """Dotted key -> its default in earlier versions. Stored run files have it where nothing reads the key, and a resumed

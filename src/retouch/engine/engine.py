@@ -18,6 +18,7 @@ from accelerate.utils import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     DistributedType,
+    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     gather_object,
     parse_flag_from_env,
@@ -78,6 +79,8 @@ class Engine:
             self.accelerator = Accelerator(
                 mixed_precision=training.mixed_precision,
                 step_scheduler_with_optimizer=False,
+                # the default is that of the environment, and every loss would be divided by it
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
                 # no cache: each weight is used once per forward, and lowered copies would be kept until its end
                 kwargs_handlers=[
                     AutocastKwargs(cache_enabled=False),

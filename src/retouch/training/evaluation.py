@@ -40,7 +40,7 @@ from retouch.observe.guards import (
     region_of,
     score_of,
 )
-from retouch.observe.kept import images_of, kept_images, kept_rows, steps_kept
+from retouch.observe.kept import alike_after, images_of, kept_images, kept_rows, steps_kept
 from retouch.observe.log import means_text
 from retouch.observe.plateau import lacking_after, trend
 from retouch.observe.run_dir import read_metrics
@@ -436,10 +436,12 @@ def record_evaluation(
 
 
 def _earlier(run: Path, first: int, step: int) -> dict[int, list[Row]]:
-    """The rows of the evaluations of a run from step `first` on, up to before `step`, by step."""
+    """The rows of the evaluations of a run from step `first` on, up to before `step`, by step; of those that were made
+    as they are today, and of which there is a record: a killed run has left files of steps that it takes again."""
+    first = max(first, alike_after(run) + 1)
     images_at = images_of(read_metrics(run / "metrics.jsonl"))
-    past = {at: path for at, path in steps_kept(run / "evaluations").items() if first <= at < step}
-    return {at: rows for at, path in past.items() if (rows := kept_rows(path, images_at.get(at))) is not None}
+    past = {at: path for at, path in steps_kept(run / "evaluations").items() if first <= at < step and at in images_at}
+    return {at: rows for at, path in past.items() if (rows := kept_rows(path, images_at[at])) is not None}
 
 
 def _plateau(run: Evaluated, evaluations: Mapping[int, Sequence[Row]]) -> str | None:
@@ -479,9 +481,10 @@ def _milestones(run: Run, step: int, after_warmup: bool, folder: Path) -> dict[s
         del milestones["after warm-up"]
     images_at = images_of(read_metrics(run.dir.path / "metrics.jsonl"))
     columns: dict[str, Evaluation] = {}
+    other = alike_after(run.dir.path)
     for name, at in milestones.items():
         path = folder / f"step-{at:06d}"
-        if at >= step or not path.is_dir():
+        if not other < at < step or not path.is_dir():
             continue
         rows, images = kept_rows(path, images_at.get(at)), kept_images(path)
         if rows is not None and images is not None:

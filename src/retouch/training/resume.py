@@ -199,6 +199,7 @@ def _may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: 
             f"{folder}: was written with algorithm.kl_weight=0, which keeps no reference, but the run file has a KL; "
             "set algorithm.kl_weight=0, or start a new run under another name=..."
         )
+    _require_same_warm_up(folder, state["progress"], before, now)
     if after_warmup and "reference" in config.algorithm.snapshots:
         _same(folder, "keeps the reference of", "algorithm", "kl_reference", before, now, NEW_RUN)
     if (folder / "rollouts.safetensors").exists():
@@ -207,6 +208,20 @@ def _may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: 
         _same_rows(folder, before, now)
         if base is not None and "base" in state:  # missing in older checkpoints
             _same_base(folder, before, now, state["base"], base)
+
+
+def _require_same_warm_up(
+    folder: Path, progress: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    """Learning rates of RL, the decay of an old policy and the refreshes of a reference count from the end of the
+    warm-up, by `algorithm.sft_steps`: one that ended elsewhere would have them begin in the middle, or below 0."""
+    if progress["phase"] == "rl":
+        _same(folder, "was written after a warm-up of", "algorithm", "sft_steps", before, now, NEW_RUN)
+    elif progress["phase"] == "warmup" and now["algorithm"]["sft_steps"] < progress["step"]:
+        raise CheckpointError(
+            f"{folder}: lies at step {progress['step']} of the warm-up, beyond algorithm.sft_steps="
+            f"{now['algorithm']['sft_steps']} of the run file; set it to {progress['step']} or more, {NEW_RUN}"
+        )
 
 
 def changes_in_epoch(

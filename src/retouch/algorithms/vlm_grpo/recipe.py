@@ -10,8 +10,8 @@ frozen diffusion transformer, the images are scored, and the completions are tra
 
 Departures from TRL: one combined reward, because TRL counts a failed one of several as 0; a completion whose reward
 failed is removed from the loss with its KL, its entropy and its share of the denominator (advantage 0 alone would not
-remove these); a run is one pass over an endless order of prompts, and checkpoints lie between generations: resuming is
-exact.
+remove these), and so is one that has nothing left in its group to be compared with; a run is one pass over an endless
+order of prompts, and checkpoints lie between generations: resuming is exact.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from retouch.algorithms.vlm_grpo.run import PromptOrder, Rows, VlmRun, build_run
 from retouch.algorithms.vlm_grpo.scoring import ScoredCompletion, noise_seeds, reward_means, scored_grid
 from retouch.algorithms.vlm_grpo.trainer import RunTrainer, adapter_config, trl_arguments
 from retouch.config import RunConfig
+from retouch.core.advantages import comparable_rows
 from retouch.data.sampler import curriculum_order
 from retouch.engine import Launched, gather_list
 from retouch.engine.checkpoint import verify_once
@@ -205,11 +206,13 @@ class VlmTrainer(RunTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         first = self.accelerator.process_index * len(prompts)
-        self._valid = ~rewards[first : first + len(prompts)].isnan().any(1)
+        groups = torch.arange(len(rewards), dtype=torch.int64, device=rewards.device) // self.num_generations
+        self._valid = comparable_rows(groups, ~rewards.isnan().any(1))[first : first + len(prompts)]
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        """Give completions whose reward failed weight 0 in everything, KL and entropy included."""
+        """Give completions without a reward, or without another one to compare it with, weight 0 in everything, KL and
+        entropy included."""
         output = super()._generate_and_score_completions(inputs)
         mask = self._valid.to(output["completion_mask"])[:, None].expand_as(output["completion_mask"])
         output["tool_mask"] = mask.clone()  # TRL multiplies it into the mask of the loss, and uses it nowhere else
