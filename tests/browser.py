@@ -40,6 +40,8 @@ _OPTIONS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-extensions",
+    "--disable-backgrounding-occluded-windows",
+    "--disable-renderer-backgrounding",
     "--hide-scrollbars",
     "--force-color-profile=srgb",
 )
@@ -104,6 +106,7 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{domain}.enable")
         page.shape(width, height, dark=dark)
+        page.call("Page.bringToFront")  # a tab behind another one draws no frames
         return page
 
     def close(self) -> None:
