@@ -19,10 +19,9 @@ from retouch.observe.comparison import (
     scoring_differences,
     write_comparison,
 )
-from retouch.observe.html import LINE_COLOURS, svg_curve
 from tests.command_line import retouch
 
-from .test_report import Page, rewrite
+from .test_report import SCRIPTS, Page, rewrite
 
 
 @pytest.fixture
@@ -60,22 +59,22 @@ def changed(run: Path, old: str, new: str) -> None:
 def test_it_needs_no_network_and_shows_all_parts(runs: tuple[Path, Path], tmp_path: Path) -> None:
     page, verdicts, problems = compared(tmp_path, *runs)
     assert problems == [] and len(verdicts) == 1 and verdicts[0].startswith("b against a: ")
-    assert page.fetched and all(value.startswith("data:image/png;base64,") for value in page.fetched)
-    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert page.images and all(value.startswith("data:image/png;base64,") for value in page.images)
+    assert page.tags.count("script") == SCRIPTS and page.fetched == []
     for words in (
         "a · b",
         "flux_fill (lora), grpo, 4 optimizer steps",
         "a (step 4, 2 images)",
         "b − a [95 %]",
-        "Samples",
-        "eval: preservation",
-        "rollout: reward/preservation",
         "Run files: keys that differ",
         "model.train.kind full lora",
     ):
         assert words in page, words
-    source = (tmp_path / "compare.html").read_text()
-    assert f"stroke='{LINE_COLOURS[0]}'" in source and f"stroke='{LINE_COLOURS[1]}'" in source
+    assert [line["name"] for line in page.data["lines"]] == ["a", "b"]
+    assert len(page.curve("rollout/reward/preservation")["lines"]) == 2
+    shown = page.data["gallery"]
+    assert [variant["label"] for variant in shown["variants"]] == ["a", "b"] and len(shown["items"]) == 1
+    assert all(None not in cells for cells in shown["cells"])
 
 
 @pytest.mark.parametrize(
@@ -180,7 +179,9 @@ def test_how_training_uses_a_reward_is_no_difference() -> None:
 def test_runs_that_have_not_come_far(runs: tuple[Path, Path], tmp_path: Path) -> None:
     rewrite(runs[0], lambda records: [r for r in records if r["kind"] != "eval"])
     page, verdicts, problems = compared(tmp_path, *runs)
-    assert (verdicts, problems) == ([], ["a has no evaluation yet"]) and "rollout: combined_score" in page
+    assert (verdicts, problems) == ([], ["a has no evaluation yet"]) and page.curve("rollout/combined_score")
+    assert "No samples of a: it has no evaluation yet." in page
+    assert "No samples of b: a, with which they would be paired, has none." in page
     for run in runs:
         shutil.rmtree(run / "evaluations")
         (run / "metrics.jsonl").unlink()
@@ -204,10 +205,28 @@ def test_names(tmp_path: Path) -> None:
             run_names(given)
 
 
-def test_lines_of_several_runs_share_their_axes() -> None:
-    curve = svg_curve([(0, 1.0), (10, 2.0)], [], [(5, 3.0)])
-    assert f"points='46.0,132.0 334.0,70.0' fill=none stroke='{LINE_COLOURS[0]}'" in curve
-    assert f"points='190.0,8.0' fill=none stroke='{LINE_COLOURS[2]}'" in curve and LINE_COLOURS[1] not in curve
+def test_runs_that_differ_in_their_seed_alone_are_one_line(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Named by the values that the other lines do not have; without images, a sentence says why."""
+    places = {name: shutil.copytree(runs[0], tmp_path / name) for name in ("s0", "s1", "fast0", "fast1")}
+    for name, run in places.items():
+        for old, new in (
+            ("\nseed: 5\n", f"\nseed: {name[-1]}\n"),
+            ("  lr: 0.001\n", "  lr: 0.01\n" if "f" in name else ""),
+        ):
+            if new:
+                changed(run, old, new)
+    for file in places["fast1"].glob("evaluations/*/*.png"):
+        file.unlink()
+    rewrite(places["s1"], lambda old: [{**r, "combined_score": 1.0} if r["kind"] == "rollout" else r for r in old])
+    page, verdicts, _ = compared(tmp_path, *places.values())
+    assert [(line["letter"], line["name"], line["about"]) for line in page.data["lines"]] == [
+        ("A", "optimizer.lr 0.001 (2 seeds)", "s0, s1"),
+        ("B", "optimizer.lr 0.01 (2 seeds)", "fast0, fast1"),
+    ]
+    line = page.curve("rollout/combined_score")["lines"][0]
+    assert line["high"] == [1.0] and line["y"] == pytest.approx([(line["low"][0] + 1) / 2], abs=1e-5)
+    assert len(verdicts) == 3 and "Evaluation over seeds" in page
+    assert "No samples of fast1: its last evaluation kept no images" in page
 
 
 def test_the_command(runs: tuple[Path, Path], tmp_path: Path) -> None:

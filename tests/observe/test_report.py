@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -14,11 +15,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from retouch.observe.html import svg_curve
 from retouch.observe.report import change_of, milestones, write_report
+from retouch.observe.run_dir import RunLock
 from tests.command_line import retouch
 
-VOID = {"meta", "img", "polyline"}
+VOID = {"meta", "img", "input", "link"}
+
+SCRIPTS = 4
+"""Those of a page: two of JSON, uPlot and its own."""
 
 
 class Page(HTMLParser):
@@ -30,15 +34,21 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.fetched: list[str] = []
         self.open: list[str] = []
+        self.scripts: list[str] = []
         self.feed(source)
         self.close()
+        self.data: dict[str, Any] = json.loads(self.scripts[0])
+        self.images: list[str] = json.loads(self.scripts[1])
         assert self.open == [], self.open  # every element is closed
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         if tag not in VOID:
             self.open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
         self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        self.fetched = [value for value in self.fetched if value != "data:,"]  # no icon
         assert not any(name.startswith("on") for name, _ in attrs)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -48,8 +58,13 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] != "style":
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+        elif not self.open or self.open[-1] != "style":
             self.text.append(data)
+
+    def curve(self, key: str) -> dict[str, Any]:
+        return next(chart for chart in self.data["charts"] if chart["key"] == key)
 
     def __contains__(self, words: str) -> bool:
         return words in " ".join(" ".join(self.text).split())
@@ -75,9 +90,11 @@ def rewrite(run: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, A
 def test_it_needs_no_network(run: Path) -> None:
     page = report(run)
     assert page.fetched and all(value.startswith("data:image/png;base64,") for value in page.fetched)
-    assert not {"script", "link", "iframe", "object", "embed"} & set(page.tags)
+    assert all(value.startswith("data:image/png;base64,") for value in page.images)
+    assert not {"iframe", "object", "embed"} & set(page.tags) and page.tags.count("script") == SCRIPTS
     source = (run / "report.html").read_text()
-    assert "@import" not in source and "url(" not in source and "http://" not in source and "https://" not in source
+    assert "@import" not in source and "url(" not in source
+    assert "default-src &#39;none&#39;; script-src &#39;sha256-" in source and "unsafe" not in source
 
 
 def test_it_says_what_the_run_did(run: Path) -> None:
@@ -85,18 +102,18 @@ def test_it_says_what_the_run_did(run: Path) -> None:
     for words in (
         "flux_fill (full), grpo, 4 optimizer steps",
         "from warmed up (step 2) to step 4, on 2 held-out images",
-        "The run finished.",
+        "Finished step 4 of 4",
         "base (step 0)",
         "last − warmed up [95 %]",
-        "rollout: combined_score",
-        "rollout: reward/preservation",
-        "eval: preservation",
         "Where the time went",
         "max_sequence_length: 24",
         '"torch":',
     ):
         assert words in page, words
-    assert "svg" in page.tags
+    keys = [chart["key"] for chart in page.data["charts"]]
+    assert keys.index("rollout/combined_score") < keys.index("eval/preservation") < keys.index("train/loss")
+    reward = page.curve("rollout/reward/preservation")
+    assert (reward["section"], reward["better"], reward["lines"][0]["x"]) == ("reward", "higher", [3])
 
 
 def test_its_pictures_are_those_of_the_run(run: Path) -> None:
@@ -140,10 +157,10 @@ def test_what_was_computed_is_that_of_all_steps(run: Path) -> None:
 @pytest.mark.parametrize(
     ("gains", "word"),
     [
-        ([0.2, 0.3, 0.1, 0.2] * 2, "better :"),
-        ([-0.2, -0.3, -0.1, -0.2] * 2, "worse :"),
-        ([0.2, -0.3, 0.1, -0.2] * 2, "no clear change :"),
-        ([0.2, 0.3, 0.1, 0.2, 0.2], "not judged: 5 examples, and a verdict needs 6 :"),
+        ([0.2, 0.3, 0.1, 0.2] * 2, "Better:"),
+        ([-0.2, -0.3, -0.1, -0.2] * 2, "Worse:"),
+        ([0.2, -0.3, 0.1, -0.2] * 2, "No clear change:"),
+        ([0.2, 0.3, 0.1, 0.2, 0.2], "Not judged: 5 examples, and a verdict needs 6:"),
     ],
 )
 def test_the_verdict_is_what_the_interval_says(run: Path, gains: list[float], word: str) -> None:
@@ -161,7 +178,7 @@ def test_the_verdict_is_what_the_interval_says(run: Path, gains: list[float], wo
         )
     page = report(run)
     assert f"{word} from warmed up" in page
-    if word == "better :":  # s = .0755929; .2 ± 2.364624 s / sqrt(8)
+    if word == "Better:":  # s = .0755929; .2 ± 2.364624 s / sqrt(8)
         assert "ocr.ned 0.500 → 0.700 (+0.200 [+0.137, +0.263])" in page
 
 
@@ -181,16 +198,57 @@ def test_less_drift_is_better(run: Path) -> None:
         file.write_text("".join(json.dumps({"example": i, "index": 0, "outside_l1": level}) + "\n" for i in range(6)))
     keep = ("step", "kind", "moment", "examples", "images", "outside_l1")
     rewrite(run, lambda records: [{k: r[k] for k in keep} if r["kind"] == "eval" else r for r in records])
-    assert "better : from warmed up" in report(run)
+    assert "Better: from warmed up" in report(run)
 
 
-def test_what_ocr_read_stands_there_as_text(run: Path) -> None:
+def test_what_ocr_read_stands_beside_its_image(run: Path) -> None:
+    """And as a table where a run kept no images."""
     for step, read in ((0, "MCCN"), (2, "MOCN"), (4, "MOON")):
-        file = run / "evaluations" / f"step-00000{step}" / "rows.jsonl"
-        file.write_text(json.dumps({"example": 7, "index": 0, "text": "MOON", "read": read}) + "\n")
+        folder = run / "evaluations" / f"step-00000{step}"
+        row = {"example": 7, "index": 0, "text": "MOON", "read": read, "preservation": step / 8, "prompt": "A sign"}
+        (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     page = report(run)
-    assert "What OCR read: the first 1 images" in page
+    shown = page.data["gallery"]
+    assert shown["items"] == [{"example": 7, "index": 0, "text": "MOON", "prompt": "A sign"}]
+    assert [variant["label"] for variant in shown["variants"]] == ["step 0", "step 2", "step 4"]
+    assert [cells[0]["read"] for cells in shown["cells"]] == ["MCCN", "MOCN", "MOON"]
+    measure = [one["name"] for one in shown["measures"]].index("preservation")
+    assert [cells[0]["v"][measure] for cells in shown["cells"]] == [0.0, 0.25, 0.5]
+    stored = [(run / f"evaluations/step-00000{step}/00000.png").read_bytes() for step in (0, 2, 4)]
+    assert [base64.b64decode(page.images[cells[0]["i"]].partition("base64,")[2]) for cells in shown["cells"]] == stored
+    for file in run.glob("evaluations/*/*.png"):
+        file.unlink()
+    page = report(run)
+    assert page.data["gallery"]["items"] == [] and "What OCR read: 1 images" in page
     assert "MOON MCCN MOCN MOON" in page
+
+
+def test_large_images_lie_beside_the_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones are compressed before; in a single file they are whole."""
+    whole = report(run).images
+    monkeypatch.setattr("retouch.observe.gallery.MOST_INSIDE", 1)
+    assert {image.partition("/step")[0] for image in report(run).images} == {"evaluations"}
+    assert all((run / image).read_bytes().startswith(b"\x89PNG") for image in report(run).images)
+    assert Page(write_report(run, single_file=True).read_text()).images == whole
+    monkeypatch.setattr(
+        "retouch.observe.gallery.MOST_INSIDE", sum(f.stat().st_size for f in run.glob("evaluations/*/*.png")) - 1
+    )
+    page = report(run)
+    assert all(image.startswith("data:image/webp;base64,") for image in page.images)
+    assert "Compressed with losses" in page.data["gallery"]["note"]
+
+
+def test_a_link_in_place_of_an_image_is_not_followed(run: Path, tmp_path: Path) -> None:
+    """A run directory may come from anybody: no other file of this machine gets into a page."""
+    secret = tmp_path / "secret.png"
+    Image.new("RGB", (1, 1)).save(secret)
+    for place in ("evaluations/step-000004/00000.png", "images/step-000004/evaluation.png"):
+        (run / place).unlink()
+        (run / place).symlink_to(secret)
+    (run / "evaluations/step-000002/00000.png").write_text("not a PNG")
+    before = report(run)
+    held = base64.b64encode(secret.read_bytes()).decode()
+    assert held not in (run / "report.html").read_text() and len(before.images) == 1  # of step 0
 
 
 def test_words_from_data_are_never_markup(run: Path) -> None:
@@ -202,9 +260,11 @@ def test_words_from_data_are_never_markup(run: Path) -> None:
     rewrite(run, lambda records: [{**r, attack: 1.0} if r["kind"] == "eval" else r for r in records])
     rewrite(run, lambda records: [*records, {"step": 4, "kind": "event", "event": "stopped", "reason": attack}])
     page = report(run)
-    assert "script" not in page.tags
+    assert page.tags.count("script") == SCRIPTS
     assert all(value.startswith("data:") for value in page.fetched)
-    assert f"stopped: {attack}" in page
+    assert f"Stopped step 4 of 4: {attack}" in page
+    assert page.curve(f"eval/{attack}")["lines"][0]["y"] == [1.0] * 3
+    assert page.data["gallery"]["items"][-1]["text"] == attack
 
 
 # --- runs that did not end well ---
@@ -214,16 +274,25 @@ def test_a_run_that_is_still_going_or_was_killed(run: Path) -> None:
     rewrite(run, lambda records: records[:-1])
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 5, "kind": "tra')
-    assert "The run has not ended: it is running, or was killed." in report(run)
+    assert "Killed step 4 of 4: no process holds the run any more" in report(run)
+    assert f"Continue it: retouch train {run}/config.yaml resume=auto" in report(run)
+    lock = RunLock(run)
+    lock.take()
+    try:
+        assert "Running step 4 of 4" in report(run)
+    finally:
+        lock.release()
+    (run / ".lock").write_text("7\nanother-host\n")
+    assert "No end recorded step 4 of 4: it ran on another machine" in report(run)
 
 
 def test_a_run_that_was_stopped_and_goes_on(run: Path) -> None:
     """What counts is the last record, not the last event."""
     stopped = {"step": 2, "kind": "event", "event": "stopped", "reason": "received SIGTERM"}
     rewrite(run, lambda records: [*records[:4], stopped])
-    assert "The run stopped: received SIGTERM." in report(run)
+    assert "Stopped step 2 of 4: received SIGTERM" in report(run)
     rewrite(run, lambda records: [*records, {"step": 3, "kind": "train", "phase": "rl", "time": {"step": 1.0}}])
-    assert "The run has not ended" in report(run)
+    assert "Killed step 3 of 4" in report(run)
 
 
 def test_a_run_that_was_killed_in_its_first_step(run: Path) -> None:
@@ -255,7 +324,7 @@ def test_a_run_whose_rewards_failed(run: Path) -> None:
     rewrite(run, without_rewards)
     rows = [{"example": 200, "index": 0, "text": None, "preservation": None}]
     (run / "evaluations" / "step-000004" / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    assert "The run finished." in report(run)
+    assert "Finished step 4 of 4" in report(run)
 
 
 @pytest.mark.parametrize(
@@ -284,9 +353,11 @@ def test_an_environment_that_cannot_be_read_is_said(run: Path, content: bytes) -
 
 
 def test_lines_of_metrics_that_are_no_records_are_skipped(run: Path) -> None:
+    os.utime(run / "metrics.jsonl", (0, 0))  # the page has the time of the last record
     before = report(run).text
     with (run / "metrics.jsonl").open("ab") as stream:
         stream.write(b'[]\n5\nnull\n\xff\n{"kind": ["a"], "step": 1}\n{"kind": "eval", "step": "x"}\n{"kind": "tra')
+    os.utime(run / "metrics.jsonl", (0, 0))
     assert report(run).text == before
 
 
@@ -307,10 +378,3 @@ def test_milestones() -> None:
     assert {name: r["step"] for name, r in milestones(records[:2]).items()} == {"base": 0, "last": 1}
     assert list(milestones(records[:1])) == ["base"]
     assert milestones([]) == {}
-
-
-def test_a_curve_goes_from_its_first_to_its_last_point() -> None:
-    curve = svg_curve([(0, 1.0), (5, 3.0), (10, 2.0)])
-    assert "points='46.0,132.0 190.0,8.0 334.0,70.0'" in curve
-    assert ">3<" in curve and ">1<" in curve and ">step 10<" in curve
-    svg_curve([(3, 1.0), (3, 1.0)])  # a flat line of no length is no division by zero

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def test_another_process_is_refused_until_the_first_dies(tmp_path: Path) -> None
     lock = RunLock(tmp_path)
     lock.take()
     lock.take()
-    assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
+    assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n{platform.node()}\n"
     lock.release()
     RunLock(tmp_path).require_free()
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 Open = Annotated[bool, typer.Option("--open", help="Open the file in a browser.")]
+SingleFile = Annotated[
+    bool, typer.Option("--single-file", help="Keep images inside the file, even if it gets larger than 10 MB.")
+]
 RunDir = Annotated[Path | None, typer.Option(help="Run directory; its newest checkpoint is used.")]
 Config = Annotated[Path | None, typer.Option(help="Run file, instead of --run.")]
 Weights = Annotated[Path | None, typer.Option(help="Checkpoint or weights folder; default with --config: the base.")]
@@ -295,29 +298,47 @@ def export(
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
+    single_file: SingleFile = False,
     open_it: Open = False,
 ) -> None:
     """Write RUN/report.html: one offline file."""
     from retouch.observe.report import write_report
 
     with writing(run):
-        path = write_report(run)
+        path = write_report(run, single_file)
     typer.echo(str(path))
     if open_it:
         typer.launch(str(path))
 
 
 @app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0: a free one.")] = 0,
+    open_it: Open = False,
+) -> None:
+    """Serve the report of a run on loopback, updated while the run goes, until interrupted."""
+    from retouch.observe.watch import open_server
+
+    with open_server(run, port) as server:
+        typer.echo(server.address)
+        if open_it:
+            typer.launch(server.address)
+        server.serve_forever()
+
+
+@app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN [RUN ...]", help="Run directories.")],
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("compare.html"),
+    single_file: SingleFile = False,
     open_it: Open = False,
 ) -> None:
     """Compare logged runs in one offline HTML file: last evaluations paired by example, samples and curves."""
     from retouch.observe.comparison import run_names, write_comparison
 
     with writing(out):
-        found = write_comparison(run_names(runs), out)
+        found = write_comparison(run_names(runs), out, single_file=single_file)
     for problem in found.problems:
         typer.echo(f"warning: {problem}", err=True)
     for verdict in found.verdicts:

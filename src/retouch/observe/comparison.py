@@ -1,12 +1,13 @@
-"""compare.html: several runs in one offline file.
+"""compare.html: several runs in one offline file, with the parts of the page about one run.
 
-Evaluations come from the run directories, or were made for the comparison (`Sampled`). Differences from the first run
-are paired by example and index; they are omitted for runs with different evaluation examples, and for a reward that the
-runs define differently.
+Runs that differ in their seed alone are one line of the curves. Evaluations come from the run directories, or were made
+for the comparison (`Sampled`). Differences from the first run are paired by example and index; they are omitted for
+runs with different evaluation examples, and for a reward that the runs define differently.
 """
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,32 +20,25 @@ from PIL import Image
 from retouch.config.parts import completed, model_of
 from retouch.errors import ConfigError
 from retouch.files.disk import write_whole
-from retouch.observe.grids import grid
-from retouch.observe.html import (
-    LINE_COLOURS,
-    document,
-    escape,
-    image_tag,
-    marked,
-    section,
-    table,
-    verdict,
-)
+from retouch.observe.charts import charts_of, is_number, measures_of
+from retouch.observe.gallery import Gallery, Stored, gallery, image_inside, stored_of
+from retouch.observe.measures import SECTIONS
+from retouch.observe.page import Block, Markup, Page, Table, document, part, table
 from retouch.observe.report import (
     Record,
+    Verdict,
     change_of,
-    curves,
     evaluation_table,
     judgement,
     records_by_kind,
     rows_of,
     subtitle,
+    tone,
+    verdict,
 )
 from retouch.observe.run_dir import read_config, read_metrics, reading_records
 from retouch.rewards.base import UNSCORED
 from retouch.rewards.judge import with_judge
-
-_GRID_EXAMPLES = 8
 
 _HOW_READ = (
     "resolution",
@@ -60,6 +54,11 @@ _HOW_READ = (
 
 _OF_ITS_OWN = ("name", "resume", "logging")
 """Keys that the table of differences leaves out."""
+
+_MOST_VERDICTS = 4
+
+_MOST_LABELS = 3
+"""Keys by whose values a group of runs is called; one with more has the name of its first run."""
 
 
 @dataclass(frozen=True)
@@ -140,21 +139,24 @@ def run_names(paths: Sequence[Path]) -> dict[str, Path]:
     return dict(zip(names if unique else map(str, paths), paths, strict=True))
 
 
-def write_comparison(runs: Mapping[str, Path], out: Path, sampled: Sampled | None = None) -> Comparison:
+def write_comparison(
+    runs: Mapping[str, Path], out: Path, sampled: Sampled | None = None, *, single_file: bool = False
+) -> Comparison:
     """Write `out`.
 
     Args:
         runs: run directories by name; see `run_names`.
         sampled: evaluations to show instead of the last one of each run.
+        single_file: keep images inside the file, however large it gets.
 
     Raises:
         ConfigError: files that are not of a run.
     """
     with reading_records(", ".join(map(str, runs.values()))):
-        return _write(runs, out, sampled)
+        return _write(runs, out, sampled, True if single_file else None)
 
 
-def _write(runs: Mapping[str, Path], out: Path, sampled: Sampled | None) -> Comparison:
+def _write(runs: Mapping[str, Path], out: Path, sampled: Sampled | None, inside: bool | None) -> Comparison:
     records = [_read(name, path) for name, path in runs.items()]
     columns = sampled.columns if sampled else {r.name: _last_evaluation(r) for r in records if r.by_kind["eval"]}
     conflicts = {} if sampled else {**sampling_conflicts(records), **example_conflicts(records)}
@@ -164,17 +166,79 @@ def _write(runs: Mapping[str, Path], out: Path, sampled: Sampled | None) -> Comp
     problems = [] if sampled else [*conflicts.values(), *reward_conflicts(records), *unevaluated]
     left_out = {run.name: set() if sampled else set(_scored_differently(records[0], run)) for run in records}
     verdicts = _verdicts(paired, columns, left_out)
-    body = (
-        _legend(records),
-        *(verdict(text) for text in (*problems, *verdicts)),
-        _table(paired, columns, left_out),
-        _images(paired, sampled),
-        curves([record.by_kind for record in records]),
-        _differences(records),
+    groups = groups_of(records)
+    rewards = {name: entry for record in records for name, entry in record.rewards.items()}
+    images = Gallery({"items": []}, [], False) if sampled else _gallery(paired, out, inside)
+    page = Page(
+        " · ".join(runs) if len(runs) < 4 else f"{len(runs)} runs",
+        [
+            Block("html", "runs", _runs(groups)),
+            Block("html", "problems", Markup("".join(verdict(Verdict("Note:", one, "warning")) for one in problems))),
+            Block("html", "verdicts", _shown(verdicts)),
+            Block("tools"),
+            *(Block("charts", key, title=SECTIONS[key]) for key in ("reward", "measures")),
+            Block("html", "evaluation", Markup(_over_seeds(groups, columns) + _table(paired, columns, left_out))),
+            Block("html", "samples", _samples(records, images, sampled, conflicts)),
+            Block("gallery"),
+            *(Block("charts", key, title=SECTIONS[key]) for key in ("loss", "ratio", "kl", "gradient")),
+            Block("charts", "rest", title=SECTIONS["rest"], folded=True),
+            Block("html", "differences", _differences(records)),
+        ],
+        {
+            "lines": [
+                {"name": g.title, "letter": g.letter, "about": ", ".join(r.name for r in g.runs)} for g in groups
+            ],
+            "charts": charts_of([[run.by_kind for run in group.runs] for group in groups], rewards),
+            "gallery": images.data,
+        },
+        images.images,
+        images.beside,
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, document(" · ".join(runs), body))
+    write_whole(out, document(page))
     return Comparison(out, verdicts, problems)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs whose files differ in `seed` alone: one line of the curves.
+
+    Attributes:
+        letter: by which the legend, the curves and the table of runs refer to it.
+    """
+
+    letter: str
+    title: str
+    runs: Sequence[RunRecord]
+
+
+def groups_of(runs: Sequence[RunRecord]) -> list[Group]:
+    """The runs by what they have in common besides their seed, in the order of the first run of each."""
+    found: list[list[RunRecord]] = []
+    for run in runs:
+        same = next((group for group in found if _but_seed(group[0].config) == _but_seed(run.config)), None)
+        found.append([run]) if same is None else same.append(run)
+    flat = [_flat(_but_seed(group[0].config)) for group in found]
+    keys = [
+        key for key in dict.fromkeys(key for one in flat for key in one) if len({str(f.get(key)) for f in flat}) > 1
+    ]
+    return [
+        Group(string.ascii_uppercase[at % 26], _title(group, {key: flat[at].get(key, "–") for key in keys}), group)
+        for at, group in enumerate(found)
+    ]
+
+
+def _but_seed(config: Record) -> Record:
+    return {key: value for key, value in config.items() if key not in (*_OF_ITS_OWN, "seed")}
+
+
+def _title(runs: Sequence[RunRecord], values: Record) -> str:
+    """The name of a run, or for several the values that other groups do not have."""
+    if len(runs) == 1:
+        return runs[0].name
+    named = values and len(values) <= _MOST_LABELS
+    what = ", ".join(f"{key} {value}" for key, value in values.items()) if named else f"as {runs[0].name}"
+    return f"{what} ({len(runs)} seeds)"
 
 
 def example_conflicts(runs: Sequence[RunRecord]) -> dict[str, str]:
@@ -290,12 +354,44 @@ def _scored_differently(one: RunRecord, other: RunRecord) -> dict[str, list[str]
     return {name: differing for name, differing in keys.items() if differing}
 
 
-def _legend(runs: Sequence[RunRecord]) -> str:
-    return "".join(
-        f"<p>{marked(LINE_COLOURS[i % len(LINE_COLOURS)], '')}<b>{escape(run.name)}</b> "
-        f"<span class=dim>{escape(subtitle(run.config, run.by_kind))}</span></p>"
-        for i, run in enumerate(runs)
-    )
+def _runs(groups: Sequence[Group]) -> Markup:
+    """What each run is, and the line that it belongs to."""
+    lines = [
+        (part("square", at % 8, group.letter), run.name, subtitle(run.config, run.by_kind))
+        for at, group in enumerate(groups)
+        for run in group.runs
+    ]
+    several = any(len(group.runs) > 1 for group in groups)
+    note = "A line of several seeds is their mean; its band reaches from the lowest to the highest." if several else ""
+    return part("section", "Runs", note, table(Table("runs", ["line", "run", "what it is"], lines, text=True)))
+
+
+def _over_seeds(groups: Sequence[Group], columns: Mapping[str, Column]) -> Markup:
+    """Means of the evaluations over the runs of each line, with the lowest and the highest of them."""
+    if all(len(group.runs) == 1 for group in groups):
+        return Markup()
+    means = [[columns[run.name].means for run in group.runs if run.name in columns] for group in groups]
+    lines: list[list[object]] = []
+    for measure in measures_of([one for group in means for one in group]):
+        found = [[one[measure] for one in group if is_number(one.get(measure))] for group in means]
+        lines.append(
+            [measure, *(f"{sum(of) / len(of):.4f} [{min(of):.4f}, {max(of):.4f}]" if of else "–" for of in found)]
+        )
+    head = ["", *(f"{group.letter} {group.title}" for group in groups)]
+    note = "Mean over the seeds of a line [lowest, highest seed], of their last evaluations."
+    return part("section", "Evaluation over seeds", note, table(Table("over-seeds", head, lines)))
+
+
+def _shown(verdicts: Sequence[str]) -> Markup:
+    """Verdicts in the colours of their words, with the measure that decided; many of them are folded."""
+    lines = Markup()
+    for text in verdicts:
+        runs, _, rest = text.partition(": ")
+        word, _, details = rest.partition("; ")
+        lines += verdict(Verdict(f"{runs}: {word}", details.partition("; ")[0], tone(word)))
+    if len(verdicts) <= _MOST_VERDICTS:
+        return Markup(lines)
+    return part("folded", f"{len(verdicts)} verdicts, each run against the first", "", Markup(lines))
 
 
 def _verdicts(
@@ -312,7 +408,7 @@ def _verdicts(
     return verdicts
 
 
-def _table(paired: Sequence[RunRecord], columns: Mapping[str, Column], left_out: Mapping[str, set[str]]) -> str:
+def _table(paired: Sequence[RunRecord], columns: Mapping[str, Column], left_out: Mapping[str, set[str]]) -> Markup:
     """Means of all evaluations, and differences of the paired runs."""
 
     def change(measure: str, run: str) -> tuple[float, float, float] | None:
@@ -324,38 +420,47 @@ def _table(paired: Sequence[RunRecord], columns: Mapping[str, Column], left_out:
     return evaluation_table(means, changes, "differences are paired, over the images that both runs have.")
 
 
-def _images(paired: Sequence[RunRecord], sampled: Sampled | None) -> str:
+def _gallery(paired: Sequence[RunRecord], page: Path, inside: bool | None) -> Gallery:
+    """The images of the last evaluations that are paired, a column for each run."""
+    columns = [Stored(run.name, one.rows, one.files) for run in paired for one in _last_stored(run)]
+    return gallery(columns, page, side_by_side=True, inside=inside)
+
+
+def _last_stored(run: RunRecord) -> list[Stored]:
+    return stored_of(run.path, [run.by_kind["eval"][-1]["step"]]) if run.by_kind["eval"] else []
+
+
+def _samples(
+    runs: Sequence[RunRecord], images: Gallery, sampled: Sampled | None, conflicts: Mapping[str, str]
+) -> Markup:
+    """The grid of samples that were made for the page, or a sentence for each run whose samples are not in it."""
     if sampled:
-        return section("Samples", image_tag("samples", sampled.grid))
-    kept = {run.name: _kept_images(run) for run in paired}
-    common = [key for key in next(iter(kept.values()), {}) if all(key in images for images in kept.values())]
-    if not common:
-        return ""
-    rows = [[images[key] for images in kept.values()] for key in common[:_GRID_EXAMPLES]]
-    note = "Last evaluations, the same examples and seeds. Under each image: the target text and the text OCR read."
-    return section("Samples", image_tag("samples", grid(rows, list(kept))), note)
+        return part("section", "Samples", "", part("image", "samples", image_inside(sampled.grid)))
+    shown = {variant["label"] for variant in images.data["variants"]}
+    missing = {run.name: _why_no_samples(run, runs[0], conflicts) for run in runs if run.name not in shown}
+    lines = Markup("".join(part("line", f"No samples of {name}: {why}.") for name, why in missing.items()))
+    return part("section", "Samples that are missing", "", lines)
 
 
-def _kept_images(run: RunRecord) -> dict[tuple[int, int], tuple[Image.Image, str]]:
-    """Kept images of the last evaluation by example and index, with the target text and the OCR text."""
-    last = run.by_kind["eval"][-1]
-    files = sorted((run.path / "evaluations" / f"step-{last['step']:06d}").glob("*.png"))
-    found: dict[tuple[int, int], tuple[Image.Image, str]] = {}
-    for row, file in zip(rows_of(run.path, last), files, strict=False):  # the first so many are kept
-        with Image.open(file, formats=("PNG",)) as image:
-            label = ": ".join(str(row[name]) for name in ("text", "read") if row.get(name) is not None)
-            found[row["example"], row["index"]] = image.convert("RGB"), label
-    return found
+def _why_no_samples(run: RunRecord, first: RunRecord, conflicts: Mapping[str, str]) -> str:
+    if not run.by_kind["eval"]:
+        return "it has no evaluation yet"
+    if not _last_stored(run):
+        return "its last evaluation kept no images; set evaluation.grid_examples"
+    if run.name in conflicts:
+        return f"they are not of the examples and settings of {first.name}"
+    return f"{first.name}, with which they would be paired, has none"
 
 
-def _differences(runs: Sequence[RunRecord]) -> str:
+def _differences(runs: Sequence[RunRecord]) -> Markup:
     """Keys whose values differ between the run files."""
     configs = [{k: v for k, v in run.config.items() if k not in _OF_ITS_OWN} for run in runs]
     keys = dict.fromkeys(key for config in configs[1:] for key in differing(configs[0], config))
     if not keys:
-        return section("Run files", "<p>They are the same.</p>")
-    lines = ([key, *(_at(config, key) for config in configs)] for key in keys)
-    return section("Run files: keys that differ", table(["", *(run.name for run in runs)], lines))
+        return part("section", "Run files", "", part("line", "They are the same."))
+    lines = [[key, *(_at(config, key) for config in configs)] for key in keys]
+    shown = table(Table("run-files", ["", *(run.name for run in runs)], lines))
+    return part("section", "Run files: keys that differ", "", shown)
 
 
 def _flat(node: Any, key: str = "") -> Record:

@@ -1,7 +1,7 @@
-"""RUN/report.html: one file that shows a run without a network or a server.
+"""The page about a run, RUN/report.html, which needs neither a network nor a server; `retouch watch` serves the same.
 
-Everything comes from the run directory: verdict and before/after grid from the evaluations, curves from metrics.jsonl,
-time and cost of steps, the run file, the versions.
+Everything comes from the run directory: status from its lock and last record, verdict and gallery from the evaluations,
+curves from metrics.jsonl, time and cost of steps, the run file, the versions.
 """
 
 from __future__ import annotations
@@ -10,29 +10,22 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from retouch.errors import RetouchError
 from retouch.files import plain_json
 from retouch.files.disk import write_whole
+from retouch.observe.charts import charts_of, is_number, measures_of
 from retouch.observe.cost import COUNTED
-from retouch.observe.html import (
-    COLOURS,
-    Markup,
-    document,
-    escape,
-    image_tag,
-    interval,
-    marked,
-    number,
-    section,
-    svg_curve,
-    table,
-    verdict,
-)
+from retouch.observe.gallery import SHOWN, gallery, image_inside, stored_of
+from retouch.observe.measures import DRIFT, HEADLINE, SECTIONS
+from retouch.observe.page import Block, Markup, Page, Table, document, part, table
 from retouch.observe.run_dir import read_config, read_metrics, read_rows, reading_records
 from retouch.observe.statistics import MIN_EXAMPLES, paired_difference
+from retouch.observe.status import status_of
 from retouch.observe.timing import PARTS
 from retouch.observe.transfer import Transfer, shown_interval, transfers
 
@@ -43,20 +36,11 @@ Change = Callable[[str], tuple[float, float, float] | None]
 
 logger = logging.getLogger(__name__)
 
-_HEADLINE = ("ocr.ned", "ocr.exact", "glyph_correlation")
-_DRIFT = "outside_l1"
-"""Measures of a verdict, if the run has them; the first one is judged. Less drift is better, more of the others."""
-
 _CLEAR = 0.0005
 """Smallest difference that a verdict calls better or worse: less is shown as 0.000."""
 
-_SHOWN_READINGS = 24
-
-_CURVES = {
-    "rollout": ("combined_score", "reward/*", "combined_std", "zero_std_groups", "failed"),
-    "train": ("loss", "error", "grad_norm", "max_abs_log_ratio", "clip_fraction", "approx_kl", "kl", "lr"),
-}
-"""Curves by kind of record; those of evaluations are all their measures."""
+_TONES = {"better": "better", "worse": "worse"}
+"""Word of a verdict -> class of its colour."""
 
 
 def leave_report(run: Path) -> None:
@@ -69,40 +53,69 @@ def leave_report(run: Path) -> None:
         logger.exception("no report of %s; write it with `retouch report`", run)
 
 
-def write_report(run: Path) -> Path:
+def write_report(run: Path, single_file: bool = False) -> Path:
     """Write RUN/report.html -> its path.
+
+    Args:
+        single_file: keep images inside the file, however large it gets.
 
     Raises:
         ConfigError: not a run directory, or files that are not of a run.
     """
     with reading_records(run):
-        return _write(run)
+        return _write(run, inside=True if single_file else None)
 
 
-def _write(run: Path) -> Path:
+def _write(run: Path, *, inside: bool | None) -> Path:
+    path = run / "report.html"
+    write_whole(path, document(page_of(run, inside=inside)))
+    return path
+
+
+def page_of(run: Path, *, inside: bool | None) -> Page:
+    """The page about a run as it is now.
+
+    Args:
+        inside: whether images are inside the page, or the files of the run; None: inside while they are small enough.
+
+    Raises:
+        ConfigError: not a run directory.
+    """
     config = read_config(run)
     records = read_metrics(run / "metrics.jsonl")
     by_kind = records_by_kind(records)
+    rewards = config.get("rewards") or {}
     timed = by_kind["train"] + [record for record in by_kind["eval"] if "time" in record]
     points = milestones(by_kind["eval"])
     rows = {name: rows_of(run, record) for name, record in points.items()}
-    body = (
-        f"<p class=dim>{escape(subtitle(config, by_kind))}</p>",
-        _verdict(points, rows, list(config.get("rewards") or {}), records),
-        _evaluations(points, rows),
-        _transfer_section(
-            list(rows.values())[-2:] if _has_trained(points, by_kind) else [], config.get("rewards") or {}
-        ),
-        _grids(run, read=any("read" in row for part in rows.values() for row in part)),
-        _readings(rows),
-        curves([by_kind]),
-        _time_split(timed),
-        _costs(by_kind["train"], timed),
-        _details(run),
+    images = gallery(stored_of(run), run / "report.html", _gallery_measures(points, rewards), inside=inside)
+    last_two = list(rows.values())[-2:] if _has_trained(points, by_kind) else []
+    return Page(
+        str(config["name"]),
+        [
+            Block("html", "subtitle", part("line", subtitle(config, by_kind))),
+            Block("html", "status", part("status", status_of(run, config, records))),
+            Block("html", "verdict", _verdict(points, rows, list(rewards))),
+            Block("tools"),
+            *(Block("charts", key, title=SECTIONS[key]) for key in ("reward", "measures")),
+            Block("html", "evaluation", _evaluations(points, rows) + _transfer_section(last_two, rewards)),
+            Block("gallery"),
+            Block("html", "readings", "" if images.images else _readings(rows)),
+            *(Block("charts", key, title=SECTIONS[key]) for key in ("loss", "ratio", "kl", "gradient")),
+            Block("charts", "rest", title=SECTIONS["rest"], folded=True),
+            Block("html", "grids", _grids(run, inside=not images.beside and inside is not False)),
+            Block("html", "time", _time_split(timed)),
+            Block("html", "costs", _costs(by_kind["train"], timed)),
+            Block("html", "details", _details(run)),
+        ],
+        {
+            "lines": [{"name": str(config["name"]), "letter": "", "about": ""}],
+            "charts": charts_of([[by_kind]], rewards),
+            "gallery": images.data,
+        },
+        images.images,
+        images.beside or inside is False,
     )
-    path = run / "report.html"
-    write_whole(path, document(config["name"], body))
-    return path
 
 
 def records_by_kind(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -135,21 +148,40 @@ def subtitle(config: Record, by_kind: dict[str, list[Record]]) -> str:
     )
 
 
-def _verdict(
-    points: dict[str, Record], rows: dict[str, list[Record]], rewards: Sequence[str], records: Sequence[Record]
-) -> str:
-    ended = _ended(records)
+def _verdict(points: dict[str, Record], rows: dict[str, list[Record]], rewards: Sequence[str]) -> Markup:
     if len(points) < 2:
-        return verdict(f"No evaluation to compare yet. {ended}")
+        return verdict(Verdict("", "No evaluation to compare yet."))
     before_name, last_name = list(points)[-2:]
     before, last = points[before_name], points[last_name]
     word, parts = judgement(before, last, rows[before_name], rows[last_name], rewards)
     which = "held-out" if last["examples"] == "held_out" else "training"
-    return verdict(
-        f": from {before_name} (step {before['step']}) to step {last['step']}, on {last['images']} {which} images: "
-        f"{'; '.join(parts)}. {ended}",
-        word,
+    text = (
+        f"from {before_name} (step {before['step']}) to step {last['step']}, on {last['images']} {which} images: "
+        f"{'; '.join(parts)}."
     )
+    return verdict(Verdict(f"{word[:1].upper()}{word[1:]}:", text, _TONES.get(word, "")))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A marked paragraph: a word in bold, and a text.
+
+    Attributes:
+        tone: better, worse or warning, which have colours.
+    """
+
+    word: str
+    text: str
+    tone: str = ""
+
+
+def verdict(shown: Verdict) -> Markup:
+    return part("verdict", shown)
+
+
+def tone(word: str) -> str:
+    """The class of the colour of a verdict."""
+    return _TONES.get(word, "")
 
 
 def judgement(
@@ -157,7 +189,7 @@ def judgement(
 ) -> tuple[str, list[str]]:
     """Compare two evaluations: "better", "worse" or "no clear change" by the first measure that both have (text
     accuracy, then the rewards, then drift), and every such measure with its paired difference."""
-    judged = [m for m in (*_HEADLINE, *rewards, _DRIFT) if is_number(after.get(m)) and is_number(before.get(m))]
+    judged = [m for m in (*HEADLINE, *rewards, DRIFT) if is_number(after.get(m)) and is_number(before.get(m))]
     changes = {m: change_of(before_rows, after_rows, m) for m in judged}
     parts = [f"{m} {before[m]:.3f} → {after[m]:.3f} ({interval(changes[m]) or 'no interval'})" for m in judged]
     if not judged:
@@ -172,18 +204,11 @@ def _word(measure: str, change: tuple[float, float, float] | None) -> str:
     """By the 95 % interval: all of it must be a difference that is shown."""
     if change is None:
         return "not judged"
-    low, high = (-change[2], -change[1]) if measure == _DRIFT else change[1:]
+    low, high = (-change[2], -change[1]) if measure == DRIFT else change[1:]
     return "better" if low >= _CLEAR else "worse" if high <= -_CLEAR else "no clear change"
 
 
-def _ended(records: Sequence[Record]) -> str:
-    last = next((record for record in reversed(records) if record.get("event") != "alarm"), {})
-    if last.get("kind") != "event":
-        return "The run has not ended: it is running, or was killed."
-    return f"The run {last['event']}{': ' + last['reason'] if 'reason' in last else ''}."
-
-
-def _evaluations(points: dict[str, Record], rows: dict[str, list[Record]]) -> str:
+def _evaluations(points: dict[str, Record], rows: dict[str, list[Record]]) -> Markup:
     columns = {f"{name} (step {record['step']})": record for name, record in points.items()}
     changes: dict[str, Change] = {}
     if len(points) > 1:
@@ -197,39 +222,39 @@ def _has_trained(points: Mapping[str, Record], by_kind: Mapping[str, Sequence[Re
     return "last" in points and bool(by_kind["rollout"])
 
 
-def _transfer_section(rows: Sequence[Sequence[Record]], rewards: Mapping[str, Record]) -> str:
+def _transfer_section(rows: Sequence[Sequence[Record]], rewards: Mapping[str, Record]) -> Markup:
     """The part of the gain of each trained reader that gold readers confirm; "" without a clear gain."""
     if len(rows) != 2:
-        return ""
+        return Markup()
     gold = [name for name, entry in rewards.items() if entry.get("role") == "gold"]
     trained = [name for name, entry in rewards.items() if name not in gold and _is_optimized(entry)]
     note = (
         "Share of the gain of the reward that was trained on, as readers measure it that were not: 1 is all of it. The "
         "hacking index is that gain less the mean gain of the others."
     )
-    tables = "".join(_transfer_table(one) for one in transfers(rows[0], rows[1], trained, gold))
-    return section("Transfer to other readers", tables, note) if tables else ""
+    tables = Markup("".join(_transfer_table(one) for one in transfers(rows[0], rows[1], trained, gold)))
+    return part("section", "Transfer to other readers", note, tables)
 
 
 def _is_optimized(entry: Record) -> bool:
     return bool(entry.get("weight", 1.0) or entry.get("gradient_weight", 0.0))
 
 
-def _transfer_table(found: Transfer) -> str:
+def _transfer_table(found: Transfer) -> Markup:
     lines = [[f"{found.trained} (trained)", shown_interval(found.gain), "–"]]
     lines += [[name, shown_interval(found.gains[name]), shown_interval(s, ".2f")] for name, s in found.shares.items()]
     lines.append(["hacking index", shown_interval(found.index), "–"])
-    return table(["reader", "gain of NED [95 %]", "transfer [95 %]"], lines)
+    return table(Table(f"transfer-of-{found.trained}", ["reader", "gain of NED [95 %]", "transfer [95 %]"], lines))
 
 
-def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change], note: str) -> str:
+def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change], note: str) -> Markup:
     """Measures by evaluation, then differences by title with their 95 % intervals."""
     lines = [
         [m, *(number(c.get(m)) for c in columns.values()), *(interval(of(m)) or "–" for of in changes.values())]
         for m in measures_of(list(columns.values()))
     ]
     head = ["", *columns, *(f"{title} [95 %]" for title in changes)]
-    return section("Evaluation", table(head, lines), f"Fixed seeds, plain ODE; {note}")
+    return part("section", "Evaluation", f"Fixed seeds, plain ODE; {note}", table(Table("evaluation", head, lines)))
 
 
 def rows_of(run: Path, evaluation: Record) -> list[Record]:
@@ -254,62 +279,57 @@ def _pairs(
     return [e for e, _, _ in valid], [a for _, a, _ in valid], [b for _, _, b in valid]
 
 
-def _readings(rows: dict[str, list[Record]]) -> str:
-    """The OCR texts as a table that can be searched."""
+def _gallery_measures(points: Mapping[str, Record], rewards: Mapping[str, Record]) -> list[str]:
+    """Those of the evaluations: of a verdict, rewards, then drift, and their parts last."""
+    named = measures_of(list(points.values()))
+    first = [name for name in (*HEADLINE, *rewards, DRIFT) if name in named]
+    return list(dict.fromkeys([*first, *(name for name in named if not name.startswith("picture."))]))
+
+
+def _readings(rows: dict[str, list[Record]]) -> Markup:
+    """The OCR texts of a run that kept no images."""
     read = {name: {(r["example"], r["index"]): r for r in part} for name, part in rows.items()}
-    keys = [key for key, r in next(reversed(read.values()), {}).items() if "read" in r][:_SHOWN_READINGS]
-    found = [[part.get(key, {}) for part in read.values()] for key in keys]
-    shown = table(["target text", *read], ([of[-1].get("text"), *(r.get("read", "–") for r in of)] for of in found))
-    return f"<details><summary>What OCR read: the first {len(keys)} images</summary>{shown}</details>" if keys else ""
+    keys = [key for key, r in next(reversed(read.values()), {}).items() if "read" in r]
+    found = [[of.get(key, {}) for of in read.values()] for key in keys]
+    lines = [[of[-1].get("text"), *(r.get("read", "–") for r in of)] for of in found]
+    shown = table(Table("readings", ["target text", *read], lines, text=True))
+    return part("folded", f"What OCR read: {len(keys)} images", "", shown)
 
 
-def _grids(run: Path, *, read: bool) -> str:
-    """The newest grids of an evaluation and of rollouts.
-
-    Args:
-        read: a reward read the text in the images.
-    """
-    grids = {name: sorted((run / "images").glob(f"step-*/{name}.png"))[-1:] for name in ("evaluation", "rollouts")}
-    shown = {name: "".join(image_tag(name, file) for file in files) for name, files in grids.items()}
-    return section(
-        "Before and after", shown["evaluation"], "Under each image: the text that OCR read." if read else ""
-    ) + section("Rollouts", shown["rollouts"], "Groups of one example with their rewards; the last ones saved.")
-
-
-def curves(runs: Sequence[dict[str, list[Record]]]) -> str:
-    """Every metric over the steps, with a line for each run (its `records_by_kind`)."""
-    plots: list[str] = []
-    for kind in ("eval", "rollout", "train"):
-        measured = measures_of([record for run in runs for record in run[kind]])
-        rewards = [name for name in measured if name.startswith("reward/")]
-        names = [one for name in _CURVES.get(kind, measured) for one in (rewards if name == "reward/*" else [name])]
-        for name in names:
-            lines = [[(r["step"], float(r[name])) for r in run[kind] if is_number(r.get(name))] for run in runs]
-            if any(lines):
-                plots.append(f"<figure>{svg_curve(*lines)}<figcaption>{kind}: {escape(name)}</figcaption></figure>")
-    return section("Curves", f"<div class=plots>{''.join(plots)}</div>" if plots else "")
+def _grids(run: Path, *, inside: bool) -> Markup:
+    """The newest grids of an evaluation and of rollouts."""
+    notes = {
+        "evaluation": ("Grid of the last evaluation", "The masked input, and the first and the last evaluations."),
+        "rollouts": ("Rollouts", "Groups of one example with their rewards; the last ones saved."),
+    }
+    shown = Markup()
+    for name, (title, note) in notes.items():
+        for file in sorted((run / "images").glob(f"step-*/{name}.png"))[-1:]:
+            place = file.relative_to(run).as_posix()
+            source = image_inside(file) if inside else quote(place) if SHOWN.fullmatch(place) else None
+            shown += part("folded", title, note, part("image", name, source)) if source else ""
+    return Markup(shown)
 
 
-def _time_split(timed: Sequence[Record]) -> str:
+def _time_split(timed: Sequence[Record]) -> Markup:
     whole = sum(r["time"]["step"] for r in timed)
     if whole <= 0:
-        return ""
-    totals = {part: sum(r["time"].get(part, 0.0) for r in timed) for part in PARTS}
-    coloured = [(part, seconds, colour) for (part, seconds), colour in zip(totals.items(), COLOURS, strict=True)]
-    bar = "".join(
-        f"<span style='width:{100 * seconds / whole:.2f}%;background:{colour}' title='{part}'></span>"
-        for part, seconds, colour in coloured
-    )
-    rows: list[tuple[object, ...]] = [
-        (marked(colour, part), f"{seconds:.1f}", f"{100 * seconds / whole:.1f} %")
-        for part, seconds, colour in coloured
-        if seconds > 0
-    ]
-    rows.append((Markup("<b>all</b>"), f"{sum(totals.values()):.1f}", f"of {whole:.1f} s of steps and evaluations"))
-    return section("Where the time went", f"<div class=bar>{bar}</div>" + table(["", "seconds", ""], rows))
+        return Markup()
+    totals = {name: sum(r["time"].get(name, 0.0) for r in timed) for name in PARTS}
+    bars: list[Record] = []
+    rows: list[tuple[object, ...]] = []
+    start = 0.0
+    for colour, (name, seconds) in enumerate(totals.items()):
+        bars.append({"colour": colour, "start": start, "width": 100 * seconds / whole, "name": name})
+        start += 100 * seconds / whole
+        if seconds > 0:
+            rows.append((part("square", colour, name), f"{seconds:.1f}", f"{100 * seconds / whole:.1f} %"))
+    rows.append(("all", f"{sum(totals.values()):.1f}", f"of {whole:.1f} s of steps and evaluations"))
+    shown = Markup(part("bar", bars) + table(Table("time", ["", "seconds", ""], rows)))
+    return part("folded", "Where the time went", "", shown)
 
 
-def _costs(train: Sequence[Record], timed: Sequence[Record]) -> str:
+def _costs(train: Sequence[Record], timed: Sequence[Record]) -> Markup:
     """The network's work on the first process; rates are those of training steps.
 
     Args:
@@ -334,27 +354,26 @@ def _costs(train: Sequence[Record], timed: Sequence[Record]) -> str:
         "TFLOP/s": mean("tflops"),
         "share of peak FLOP/s": mean("mfu"),
     }
-    return section("Compute", table(["", ""], ((n, f"{v:,.4g}") for n, v in rows.items() if v)))
+    shown = table(Table("compute", ["", "value"], [(n, f"{v:,.4g}") for n, v in rows.items() if v]))
+    return part("folded", "Compute", "", shown)
 
 
-def _details(run: Path) -> str:
-    shown = f"<pre>{escape((run / 'config.yaml').read_text(encoding='utf-8'))}</pre>"
+def _details(run: Path) -> Markup:
+    shown = part("folded", "Run file", "", part("text", (run / "config.yaml").read_text(encoding="utf-8")))
     environment = run / "environment.json"
-    versions = ""
-    if environment.is_file():
-        try:
-            text = json.dumps(plain_json.loads(environment.read_bytes()), indent=2)
-        except ValueError as error:
-            text = f"not readable: {error}"
-        versions = f"<pre>{escape(text)}</pre>"
-    return section("Run file", shown) + section("Environment", versions)
+    if not environment.is_file():
+        return shown
+    try:
+        text = json.dumps(plain_json.loads(environment.read_bytes()), indent=2)
+    except ValueError as error:
+        text = f"not readable: {error}"
+    return Markup(shown + part("folded", "Environment", "", part("text", text)))
 
 
-def measures_of(records: Sequence[Record]) -> list[str]:
-    """Names of the numbers in records, without counters."""
-    skipped = {"step", "images", "epoch"}
-    return list(dict.fromkeys(n for r in records for n, v in r.items() if is_number(v) and n not in skipped))
+def number(value: object) -> str:
+    return f"{value:.4f}" if is_number(value) else "–"
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+def interval(change: tuple[float, float, float] | None) -> str:
+    """A difference with its 95 % interval; "" for None."""
+    return f"{change[0]:+.3f} [{change[1]:+.3f}, {change[2]:+.3f}]" if change else ""

@@ -75,6 +75,9 @@ _FILES = ("config.yaml", "begun_from", "environment.json", "metrics.jsonl", "log
 
 _FOLDERS = ("images", "evaluations", "tensorboard", "checkpoints")
 
+_PROBES_S = 0.5
+"""Seconds that a start waits for the lock: `status.lock_holder` and `RunLock.require_free` hold it for an instant."""
+
 _ENDS = ("finished", "stopped")
 """Events that end a run which did not fail."""
 
@@ -276,7 +279,8 @@ class RunDir:
 
 
 class RunLock:
-    """A lock on RUN/.lock, which holds the pid of its process. The kernel releases it when that process dies."""
+    """A lock on RUN/.lock, which holds the pid of its process and its host. The kernel releases it when that process
+    dies."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -295,13 +299,13 @@ class RunLock:
         self._run.mkdir(parents=True, exist_ok=True)
         self._place.touch()  # a full or read-only disk is an error
         try:
-            self._lock.acquire()
+            self._lock.acquire(blocking=True, timeout=_PROBES_S)
         except Timeout:
             raise self._taken() from None
         except OSError as error:
             logger.warning("%s cannot be locked (%s); make sure that no other process writes there", self._run, error)
             return
-        self._place.write_text(f"{os.getpid()}\n", encoding="utf-8")
+        self._place.write_text(f"{os.getpid()}\n{platform.node()}\n", encoding="utf-8")
 
     def require_free(self) -> None:
         """Check before a model is loaded; takes nothing and creates no file.
@@ -324,7 +328,7 @@ class RunLock:
         self._lock.release()
 
     def _taken(self) -> ConfigError:
-        number = self._place.read_text(encoding="utf-8", errors="replace").strip()
+        number = self._place.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
         number = number if number.isdecimal() else "unknown"
         return ConfigError(
             f"another process (pid {number}) is writing to {self._run}; wait for it, or set another name=..."

@@ -1,0 +1,134 @@
+"""What a run is doing, as far as its directory shows: running, ended, or killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+
+_RECENT = 20
+"""Steps whose mean duration is that of the steps to come."""
+
+_WORDS = {
+    "running": "Running",
+    "finished": "Finished",
+    "stopped": "Stopped",
+    "killed": "Killed",
+    "failed": "Failed",
+    "elsewhere": "No end recorded",
+}
+
+
+@dataclass(frozen=True)
+class Status:
+    """For the template of the same name.
+
+    Attributes:
+        state: running, finished, stopped, failed (an event of another name), killed, or elsewhere (no end is recorded,
+            and the process would be one of another machine).
+        updated: time of the last record in seconds; None without one.
+        left: time to the end of a run that is running.
+        share: of the optimizer steps that are done.
+        commands: what each of them does, and the command.
+    """
+
+    state: str
+    text: str
+    updated: float | None
+    left: str
+    share: float | None
+    commands: Sequence[tuple[str, str]]
+
+    @property
+    def word(self) -> str:
+        return _WORDS[self.state]
+
+    @property
+    def when(self) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(self.updated))
+
+
+def status_of(run: Path, config: Record, records: Sequence[Record]) -> Status:
+    """The status of a run directory now."""
+    metrics = run / "metrics.jsonl"
+    last = next((record for record in reversed(records) if record.get("event") != "alarm"), {})
+    step = last.get("step", 0)
+    steps = config["training"]["max_steps"]
+    state, text = _state(run, last)
+    seconds = seconds_left(records, steps, config["training"].get("eval_every")) if state == "running" else None
+    return Status(
+        state,
+        f"step {step} of {steps}{text}",
+        metrics.stat().st_mtime if records and metrics.is_file() else None,
+        str(timedelta(seconds=round(seconds))) if seconds is not None else "",
+        min(1.0, step / steps) if steps else None,
+        _commands(run, state),
+    )
+
+
+def _state(run: Path, last: Record) -> tuple[str, str]:
+    """The state, and what a sentence adds to the step."""
+    holder, host = lock_holder(run)
+    event = last.get("event")
+    if holder == "other" or (holder == "own" and event is None):
+        return "running", ""
+    if event is not None:
+        state = event if event in ("finished", "stopped") else "failed"
+        named = "" if state == event else f": {event}"
+        return state, f"{named}{': ' + str(last['reason']) if 'reason' in last else ''}"
+    if host == platform.node():
+        return "killed", ": no process holds the run any more, and it recorded no end"
+    return (
+        "elsewhere",
+        ": it ran on another machine, whose processes are not visible here; it may still be running there",
+    )
+
+
+def lock_holder(run: Path) -> tuple[str, str | None]:
+    """Who holds the lock of a run, "own" (this process), "other" or "", and the host of its last holder, if known. The
+    lock is shared for an instant, which `RunLock.take` waits for."""
+    place = run / ".lock"
+    try:
+        descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        return "", None
+    with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
+        number, host = [*file.read(4096).split("\n"), "", ""][:2]
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return ("own" if number == str(os.getpid()) else "other"), host or None
+        except OSError:  # a file system without locks
+            return "", None
+    return "", host or None
+
+
+def seconds_left(records: Sequence[Record], steps: int, eval_every: int | None) -> float | None:
+    """Seconds that the remaining steps will take with their evaluations, by the last ones of the same phase; None
+    before the first step."""
+    train = [record for record in records if record["kind"] == "train" and "time" in record]
+    if not train:
+        return None
+    done = train[-1]["step"]
+    recent = [one["time"]["step"] for one in train[-_RECENT:] if one.get("phase") == train[-1].get("phase")]
+    evaluations = [one["time"]["step"] for one in records if one["kind"] == "eval" and "time" in one]
+    left = 1 + (steps - 1) // eval_every - done // eval_every if eval_every and done < steps else 0
+    return max(0, steps - done) * sum(recent) / len(recent) + left * (evaluations[-1] if evaluations else 0.0)
+
+
+def _commands(run: Path, state: str) -> list[tuple[str, str]]:
+    place = shlex.quote(str(run))
+    if state == "running":
+        return [("Follow it:", f"retouch watch {place}")]
+    if state == "finished":
+        return []
+    return [("Continue it:", f"retouch train {shlex.quote(str(run / 'config.yaml'))} resume=auto")]

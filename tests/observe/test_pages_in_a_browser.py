@@ -1,0 +1,114 @@
+"""The pages of report, watch and compare in a headless Chromium: what is clicked, dragged and shown."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from benchmarks.report_pages import write_run
+
+from retouch.observe.comparison import run_names, write_comparison
+from retouch.observe.report import write_report
+from retouch.observe.watch import open_server
+from tests.browser import Page
+
+READY = "document.documentElement.dataset.ready && document.querySelectorAll('canvas').length > 1"
+
+
+@pytest.fixture(scope="module")
+def nine(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Runs of three learning rates and three seeds."""
+    folder = tmp_path_factory.mktemp("nine")
+    pairs = [(lr, seed) for lr in (3e-4, 1e-3, 3e-3) for seed in (0, 1, 2)]
+    return [write_run(folder / f"lr{lr}-{s}", 20, 3, 4, seed=s, optimizer__lr=lr) for lr, s in pairs]
+
+
+def opened(page: Page, file: Path) -> None:
+    page.open(file)
+    page.wait(READY)
+
+
+def test_a_report_is_zoomed_smoothed_and_its_gallery_browsed(page: Page, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 80, 9, 6)
+    attack = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
+    rows = run / "evaluations/step-000080/rows.jsonl"
+    rows.write_text(rows.read_text().replace('"text": "SALE"', f'"text": {json.dumps(attack)}'))
+    file = write_report(run)
+    opened(page, file)
+    chart = "[data-chart='rollout/combined_score']"
+    assert page.run(f"document.querySelector(`{chart} output`).textContent").startswith("step 79: ")
+
+    left, top, width, _ = page.box(f"{chart} .u-over")
+    page.drag((left + 0.2 * width, top + 50), (left + 0.4 * width, top + 50), (left + 0.5 * width, top + 50))
+    page.wait(f"document.querySelector(`{chart}`).hasAttribute('data-zoomed')")
+    page.set("#smoothing", 0.9)
+    page.wait(f"document.querySelector(`{chart} output`).textContent.endsWith('(smoothed)')")
+    assert page.run(f"document.querySelector(`{chart}`).hasAttribute('data-zoomed')")
+    page.click("#reset")
+    page.wait(f"!document.querySelector(`{chart}`).hasAttribute('data-zoomed')")
+    page.mouse("mouseMoved", page.box(f"{chart} .u-over")[:2], pressed=False)
+    page.wait(f"document.querySelector(`{chart} output`).textContent.startsWith('step 1: ')")
+
+    tile = "document.querySelector('.tile')"
+    assert page.run("document.querySelectorAll('.tile').length") == 6
+    assert page.run(f"{tile}.textContent").startswith(f"to write {attack}")
+    page.set("[name=step]", 0)
+    page.wait(f"{tile}.querySelectorAll('img').length == 1")  # the first evaluation, with nothing before it
+    page.set("[name=step]", 4)
+    page.wait(f"{tile}.querySelectorAll('img').length == 2")
+    page.set("[name='wipe all']", 30)
+    assert page.run(f"{tile}.querySelector('img + img').style.clipPath") == "inset(0px 0px 0px 30%)"
+    values = "[...document.querySelectorAll('.tile')].map(t => Number(t.textContent.split(' ').at(-1)))"
+    for sort, reverse in (("best", True), ("worst", False)):
+        page.set("[name=sort]", sort)
+        shown = page.wait(values)
+        assert shown == sorted(shown, reverse=reverse), sort
+    page.click(".tile .open")
+    page.wait("document.querySelector('dialog').open && document.querySelector('dialog img').naturalWidth == 64")
+    assert page.run("window.hacked") is None and page.requests == [file.as_uri()]
+
+
+def test_a_legend_switches_a_line_off_in_every_curve(page: Page, nine: list[Path], tmp_path: Path) -> None:
+    file = write_comparison(run_names(nine), tmp_path / "compare.html").path
+    opened(page, file)
+    output = "document.querySelector(`[data-chart='rollout/combined_score'] output`).textContent"
+    assert [part.split()[0] for part in page.run(output).partition(": ")[2].split(" · ")] == ["A", "B", "C"]
+    page.click(".legend button:nth-child(2)")
+    page.wait(f"!{output}.includes('B ')")
+    assert page.run("document.querySelector('.legend button:nth-child(2)').getAttribute('aria-pressed')") == "false"
+    assert page.run("document.querySelectorAll('.tile:first-child img').length") == 9
+    page.shape(390, 800)
+    page.wait("document.documentElement.clientWidth == 390")
+    assert page.overflow() == 0 and page.requests == [file.as_uri()]
+
+
+def test_a_watched_run_moves_without_a_reload(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retouch.observe.watch.EVERY_MS", 50)
+    run = write_run(tmp_path / "run", 8, 5, 4, of=16)
+    with open_server(run, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            page.open(server.address)
+            page.wait(READY)
+            page.run("window.mark = 1")
+            page.run("document.querySelector('[data-part=details] details').open = true")
+            record = {"step": 9, "kind": "rollout", "combined_score": 0.5}
+            with (run / "metrics.jsonl").open("a") as metrics:
+                metrics.write(json.dumps(record) + "\n")
+            page.wait(
+                "document.querySelector(`[data-chart='rollout/combined_score'] output`).textContent == 'step 9: 0.5'"
+            )
+            assert page.run("window.mark") == 1 and "step 9 of 16" in page.run("document.body.textContent")
+            assert page.run("document.querySelector('[data-part=details] details').open")
+            page.wait("document.querySelector('.tile img').naturalWidth == 64")
+        finally:
+            server.shutdown()
+            thread.join()
+    page.wait("!document.querySelector('#lost').hidden")
+    page.errors.clear()  # of the connection, which was lost on purpose
+    assert {address.removeprefix(server.address).partition("?")[0][:11] for address in page.requests} == {
+        "", "data", "evaluations"
+    }  # fmt: skip
