@@ -51,7 +51,7 @@ def alike_after(run: Path) -> int:
             then, now = _settings(yaml12.parse(leg.read_text(encoding="utf-8"))), _settings(read_config(run))
             keys = _evaluated_otherwise(then, now)
         except (OSError, yaml.YAMLError, UnicodeDecodeError, ConfigError, KeyError, TypeError, AttributeError):
-            continue  # damaged: a warning said so when it was kept
+            continue  # damaged, of which a warning was given when it was kept
         if keys:
             _note_other_settings(run, step, ", ".join(keys))
             return step
@@ -76,7 +76,7 @@ def _evaluated_otherwise(then: Row, now: Row) -> list[str]:
 
 
 def _of_evaluations(run: Row) -> Row:
-    """The data and the weights that a run evaluates. Of the path only the name: data may be moved with the run."""
+    """The data and the weights that a run evaluates; the path without its folders, because data may be moved."""
     section = run["evaluation"]
     data = section.get("data") or run["data"]
     averaged = bool(run.get("ema")) and section.get("weights") != "raw"
