@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from retouch.observe.measures import SECTIONS, Meaning, meaning_of
+from retouch.observe.measures import SECTIONS, WHOLE, Meaning, meaning_of
 
 Record = Mapping[str, Any]
 ByKind = Mapping[str, Sequence[Record]]
@@ -40,7 +40,12 @@ def charts_of(lines: Sequence[Sequence[ByKind]], rewards: Mapping[str, Any]) -> 
                 found.append({"key": f"{kind}/{name}", "section": section, **_chart(meaning, points)})
     gold = [f"eval/{name}" for name, entry in rewards.items() if entry.get("role") == "gold"]
     order = list(SECTIONS)
-    return sorted(found, key=lambda chart: (order.index(chart["section"]), chart["key"].partition(".")[0] not in gold))
+
+    def place(chart: Mapping[str, Any]) -> tuple[int, bool, bool]:
+        key = chart["key"]
+        return order.index(chart["section"]), key.partition(".")[0] not in gold, key.partition("/")[2] not in WHOLE
+
+    return sorted(found, key=place)
 
 
 def measures_of(records: Iterable[Record]) -> list[str]:

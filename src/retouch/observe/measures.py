@@ -17,6 +17,9 @@ SECTIONS = {
 }
 """By key, in the order of the page."""
 
+WHOLE = ("combined_score", "combined", "reward")
+"""Weighted sums of the rewards, which come before them."""
+
 HEADLINE = ("ocr.ned", "ocr.exact", "glyph_correlation")
 DRIFT = "outside_l1"
 """Measures of a verdict, if the run has them; the first one is judged. Less drift is better, more of the others."""

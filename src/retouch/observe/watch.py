@@ -50,7 +50,7 @@ class Watched:
             version = self._version()
             if self._made is None or self._made[0] != version:
                 with reading_records(self.run):
-                    self._made = version, page_of(self.run, inside=False)
+                    self._made = version, page_of(self.run, inside=False, live=True)
             return self._made
 
     def _version(self) -> str:
