@@ -219,7 +219,7 @@ def test_what_ocr_read_stands_beside_its_image(run: Path) -> None:
     for file in run.glob("evaluations/*/*.png"):
         file.unlink()
     page = report(run)
-    assert page.data["gallery"]["items"] == [] and "What OCR read: 1 images" in page
+    assert page.data["gallery"]["items"] == [] and "Texts that OCR read in 1 images" in page
     assert "MOON MCCN MOCN MOON" in page
 
 

@@ -16,7 +16,7 @@ Record = Mapping[str, Any]
 ByKind = Mapping[str, Sequence[Record]]
 
 MOST_POINTS = 4000
-"""Points of a line: more are shown by the lowest and the highest of each bin, which no screen can tell apart."""
+"""Points of a line: a longer line has the lowest and the highest of each bin, which looks the same on a screen."""
 
 _WIDE = 20
 """Ratio of the highest to the lowest value from which a curve can have a logarithmic axis."""
@@ -110,7 +110,7 @@ def _thinned(line: dict[str, Any]) -> dict[str, Any]:
         kept += sorted({min(bin_, key=line["y"].__getitem__), max(bin_, key=line["y"].__getitem__)})
     kept = sorted({0, *kept, count - 1})
     thin = {name: [values[at] for at in kept] for name, values in line.items()}
-    return thin | {"note": f"Of every {size} steps, the lowest and the highest are shown."}
+    return thin | {"note": f"The lowest and the highest of every {size} steps are shown."}
 
 
 def _short(value: float) -> float:

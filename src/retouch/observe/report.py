@@ -294,7 +294,7 @@ def _readings(rows: dict[str, list[Record]]) -> Markup:
     found = [[of.get(key, {}) for of in read.values()] for key in keys]
     lines = [[of[-1].get("text"), *(r.get("read", "–") for r in of)] for of in found]
     shown = table(Table("readings", ["target text", *read], lines, text=True))
-    return part("folded", f"What OCR read: {len(keys)} images", "", shown)
+    return part("folded", f"Texts that OCR read in {len(keys)} images", "", shown)
 
 
 def _grids(run: Path, *, inside: bool) -> Markup:

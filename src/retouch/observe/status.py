@@ -1,4 +1,4 @@
-"""What a run is doing, as far as its directory shows: running, ended, or killed."""
+"""The status of a run, as far as its directory shows it: running, ended, or killed."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def _state(run: Path, last: Record) -> tuple[str, str]:
 
 
 def lock_holder(run: Path) -> tuple[str, str | None]:
-    """Who holds the lock of a run, "own" (this process), "other" or "", and the host of its last holder, if known. The
-    lock is shared for an instant, which `RunLock.take` waits for."""
+    """The holder of the lock of a run, "own" (this process), "other" or "", and the host of its last holder, if known.
+    The lock is shared for an instant, which `RunLock.take` waits for."""
     place = run / ".lock"
     try:
         descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))

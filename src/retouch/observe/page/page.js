@@ -195,6 +195,7 @@
       ends.forEach((end, at) => { if (at) end.y = Math.max(end.y, ends[at - 1].y + height); });
       ctx.save();
       ctx.font = `bold ${11 * ratio}px system-ui,sans-serif`;
+      ctx.textAlign = "left";
       ctx.textBaseline = "middle";
       for (const { index, y } of ends) {
         ctx.fillStyle = colour(`--c${index % 8}`);
@@ -310,7 +311,7 @@
     const close = make("button", { text: "Close", onclick: () => dialog.close() });
     const shown = page.gallery.columns ? columnsOf(item) : stack(item);
     dialog.replaceChildren(close, make("p", { class: "note", text: `example ${about.example}, image ${about.index}${about.prompt != null ? `: ${about.prompt}` : ""}` }), shown);
-    if (shown.children.length > 1 && !page.gallery.columns) dialog.append(make("label", {}, "before ", slider("wipe", 100, state.wipe, (value) => { state.wipe = value; wipe(shown); }), " after"));
+    if (shown.children.length > 1 && !page.gallery.columns) dialog.append(make("label", {}, "after ", slider("wipe", 100, state.wipe, (value) => { state.wipe = value; wipe(shown); }), " before"));
     dialog.append(says(item));
     dialog.showModal();
   };
@@ -338,7 +339,7 @@
     const controls = gallery.columns ? [] : [
       select("before", gallery.variants.map((variant, at) => [at, variant.label]), state.before, (chosen) => { state.before = Number(chosen); fill(); }),
       make("label", {}, "after", slider("step", last, state.after, (at) => { state.after = at; state.follow = at === last; label.textContent = gallery.variants[at].label; fill(); }), label),
-      make("label", {}, "after | before", slider("wipe all", 100, state.wipe, (value) => { state.wipe = value; $$("#gallery .stack").forEach(wipe); })),
+      make("label", {}, "show after", slider("wipe all", 100, state.wipe, (value) => { state.wipe = value; $$("#gallery .stack").forEach(wipe); }), "before"),
     ];
     controls.push(select("sort", [["order", "in order"], ["best", "best first"], ["worst", "worst first"], ["changed", "most changed"]], state.sort, (chosen) => { state.sort = chosen; fill(); }));
     if (gallery.measures.length) controls.push(select("by", gallery.measures.map((measure, at) => [at, measure.name]), state.measure, (chosen) => { state.measure = Number(chosen); fill(); }));
