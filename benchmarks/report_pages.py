@@ -200,14 +200,19 @@ def take_shots(browser: Any, folder: Path, out: Path) -> None:
         for seed in (0, 1, 2)
     ]
     compared = write_comparison(run_names(nine), Path("compare.html")).path
-    pages = {"finished": finished, "killed": killed, "running": running, "compare": compared}
+    pages = {"finished": finished, "gallery": finished, "killed": killed, "running": running, "compare": compared}
+    seen = {"gallery": "#gallery", "compare": ".tools"}
     for name, page in pages.items():
         for width in (1280, 390):
             for dark in (False, True):
                 tab = browser.page(width, 1000, dark=dark)
                 tab.open(page)
-                tab.wait("!!document.querySelector('canvas')")
-                time.sleep(0.3)
+                tab.wait("!!document.documentElement.dataset.ready")
+                tab.run(f"document.querySelector('{seen.get(name, 'h1')}').scrollIntoView()")
+                if name == "gallery":
+                    tab.set("[name='wipe all']", 50)
+                tab.wait("[...document.querySelectorAll('.stack img')].slice(0, 2).every(one => one.complete)")
+                time.sleep(0.5)  # for the curves that come into sight
                 shot = out / f"report-{name}-{width}{'-dark' if dark else ''}.png"
                 tab.screenshot(shot)
                 with Image.open(shot) as image:

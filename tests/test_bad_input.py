@@ -185,7 +185,7 @@ def test_commands_and_options_that_do_not_exist(arguments: list[str], message: s
 
 
 def test_ctrl_c_is_a_stop_not_a_failure(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(run: Path) -> Path:
+    def interrupted(run: Path, single_file: bool) -> Path:
         raise KeyboardInterrupt
 
     run = finished("full")  # which leaves a report, too
@@ -458,7 +458,7 @@ def test_a_signal_ends_every_command_as_a_stop(
 ) -> None:
     """Also one of which a library makes another error."""
 
-    def interrupted(run: Path) -> Path:
+    def interrupted(run: Path, single_file: bool) -> Path:
         try:
             os.kill(os.getpid(), number)
         except KeyboardInterrupt:
@@ -514,7 +514,7 @@ def test_names_in_data_do_not_change_the_terminal(tmp_path: Path) -> None:
 def test_a_limit_of_the_machine_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, limit: str
 ) -> None:
-    def exhausted(run: Path) -> Path:
+    def exhausted(run: Path, single_file: bool) -> Path:
         raise error
 
     monkeypatch.setattr("retouch.observe.report.write_report", exhausted)
@@ -526,7 +526,7 @@ def test_a_limit_of_the_machine_is_one_line(
 def test_a_device_that_is_full_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever its memory ends."""
 
-    def full(run: Path) -> Path:
+    def full(run: Path, single_file: bool) -> Path:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
 
     monkeypatch.setattr("retouch.observe.report.write_report", full)

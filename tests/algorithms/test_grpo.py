@@ -604,7 +604,14 @@ def test_report_and_grid_are_written(config: Config, tmp_path: Path) -> None:
 
     run, _ = train(config(training__max_steps=2, logging__rollout_images_every=1))
     page = write_report(run.dir.path).read_text()
-    assert "http" not in page.replace("http://www.w3.org", "")
-    for piece in ("Before and after", "Rollouts", "Where the time went", "Run file", "Environment", "held-out"):
+    assert "http" not in page.replace("http://www.w3.org", "").replace("https://github.com/leeoniya/uPlot", "")
+    for piece in (
+        "Grid of the last evaluation",
+        "Rollouts",
+        "Where the time went",
+        "Run file",
+        "Environment",
+        "held-out",
+    ):
         assert piece in page
     assert (run.dir.path / "images" / "step-000002" / "evaluation.png").is_file()

@@ -269,7 +269,7 @@ def stopped_and_resumed(at: int, make: Callable[[], RunConfig]) -> list[dict[str
 def test_a_report_that_fails_is_no_failure_of_the_run(
     config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(run: Any) -> None:
+    def full(run: Any, *, inside: Any) -> None:
         raise OSError("no space left on device")
 
     scripted(brightness)

@@ -35,7 +35,7 @@ def test_a_long_line_keeps_the_lowest_and_the_highest_of_each_bin() -> None:
     assert len(line["x"]) <= MOST_POINTS + 2 and line["x"] == sorted(line["x"])
     assert all(y == float(f"{values[x]:.6g}") for x, y in zip(line["x"], line["y"], strict=True))
     assert {1, 3333, 7777, 10_000} <= set(line["x"])
-    assert chart["note"] == "Of every 5 steps, the lowest and the highest are shown."
+    assert chart["note"] == "The lowest and the highest of every 5 steps are shown."
     for start in range(1, 10_001, 5):
         inside = [y for x, y in zip(line["x"], line["y"], strict=True) if start <= x < start + 5]
         true = [values[step] for step in range(start, start + 5)]

@@ -25,9 +25,14 @@ def nine(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_run(folder / f"lr{lr}-{s}", 20, 3, 4, seed=s, optimizer__lr=lr) for lr, s in pairs]
 
 
+WHOLE = "[...document.querySelectorAll('.plot')].every(plot => plot.scrollWidth <= plot.clientWidth)"
+"""No curve is wider than its place, which would hide its last steps."""
+
+
 def opened(page: Page, file: Path) -> None:
     page.open(file)
     page.wait(READY)
+    page.wait(WHOLE)
 
 
 def test_a_report_is_zoomed_smoothed_and_its_gallery_browsed(page: Page, tmp_path: Path) -> None:
@@ -81,6 +86,7 @@ def test_a_legend_switches_a_line_off_in_every_curve(page: Page, nine: list[Path
     assert page.run("document.querySelectorAll('.tile:first-child img').length") == 9
     page.shape(390, 800)
     page.wait("document.documentElement.clientWidth == 390")
+    page.wait(WHOLE)
     assert page.overflow() == 0 and page.requests == [file.as_uri()]
 
 

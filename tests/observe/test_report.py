@@ -219,7 +219,7 @@ def test_what_ocr_read_stands_beside_its_image(run: Path) -> None:
     for file in run.glob("evaluations/*/*.png"):
         file.unlink()
     page = report(run)
-    assert page.data["gallery"]["items"] == [] and "What OCR read: 1 images" in page
+    assert page.data["gallery"]["items"] == [] and "Texts that OCR read in 1 images" in page
     assert "MOON MCCN MOCN MOON" in page
 
 
@@ -279,7 +279,7 @@ def test_a_run_that_is_still_going_or_was_killed(run: Path) -> None:
     lock = RunLock(run)
     lock.take()
     try:
-        assert "Running step 4 of 4" in report(run)
+        assert "Running step 4 of 4 when this page was written" in report(run)
     finally:
         lock.release()
     (run / ".lock").write_text("7\nanother-host\n")

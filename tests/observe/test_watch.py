@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -122,3 +124,15 @@ def test_what_cannot_be_watched_is_reported(run: Path, tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=f"--port: given {server.server_port}, which is"),
     ):
         open_server(run, server.server_port)
+
+
+def test_neither_watch_nor_report_nor_compare_imports_torch(run: Path) -> None:
+    """They start in a moment, also on a laptop without torch."""
+    code = (
+        "import sys; from pathlib import Path; run = Path(sys.argv[1])\n"
+        "from retouch.observe.comparison import write_comparison\n"
+        "from retouch.observe.watch import open_server\n"
+        "open_server(run, 0).server_close(); write_comparison({'a': run, 'b': run}, run / 'compare.html')\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(run)], check=False).returncode == 0

@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from retouch.observe.measures import SECTIONS, Meaning, meaning_of
+from retouch.observe.measures import SECTIONS, WHOLE, Meaning, meaning_of
 
 Record = Mapping[str, Any]
 ByKind = Mapping[str, Sequence[Record]]
 
 MOST_POINTS = 4000
-"""Points of a line: more are shown by the lowest and the highest of each bin, which no screen can tell apart."""
+"""Points of a line: a longer line has the lowest and the highest of each bin, which looks the same on a screen."""
 
 _WIDE = 20
 """Ratio of the highest to the lowest value from which a curve can have a logarithmic axis."""
@@ -40,7 +40,12 @@ def charts_of(lines: Sequence[Sequence[ByKind]], rewards: Mapping[str, Any]) -> 
                 found.append({"key": f"{kind}/{name}", "section": section, **_chart(meaning, points)})
     gold = [f"eval/{name}" for name, entry in rewards.items() if entry.get("role") == "gold"]
     order = list(SECTIONS)
-    return sorted(found, key=lambda chart: (order.index(chart["section"]), chart["key"].partition(".")[0] not in gold))
+
+    def place(chart: Mapping[str, Any]) -> tuple[int, bool, bool]:
+        key = chart["key"]
+        return order.index(chart["section"]), key.partition(".")[0] not in gold, key.partition("/")[2] not in WHOLE
+
+    return sorted(found, key=place)
 
 
 def measures_of(records: Iterable[Record]) -> list[str]:
@@ -105,7 +110,7 @@ def _thinned(line: dict[str, Any]) -> dict[str, Any]:
         kept += sorted({min(bin_, key=line["y"].__getitem__), max(bin_, key=line["y"].__getitem__)})
     kept = sorted({0, *kept, count - 1})
     thin = {name: [values[at] for at in kept] for name, values in line.items()}
-    return thin | {"note": f"Of every {size} steps, the lowest and the highest are shown."}
+    return thin | {"note": f"The lowest and the highest of every {size} steps are shown."}
 
 
 def _short(value: float) -> float:

@@ -213,7 +213,7 @@ class Group:
 
 
 def groups_of(runs: Sequence[RunRecord]) -> list[Group]:
-    """The runs by what they have in common besides their seed, in the order of the first run of each."""
+    """Groups of runs whose files are equal except for the seed, in the order of the first run of each."""
     found: list[list[RunRecord]] = []
     for run in runs:
         same = next((group for group in found if _but_seed(group[0].config) == _but_seed(run.config)), None)
@@ -355,7 +355,7 @@ def _scored_differently(one: RunRecord, other: RunRecord) -> dict[str, list[str]
 
 
 def _runs(groups: Sequence[Group]) -> Markup:
-    """What each run is, and the line that it belongs to."""
+    """A table of the runs, with the line of each."""
     lines = [
         (part("square", at % 8, group.letter), run.name, subtitle(run.config, run.by_kind))
         for at, group in enumerate(groups)

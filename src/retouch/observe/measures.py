@@ -1,4 +1,4 @@
-"""What the numbers of a run mean: the section of a page that shows one, a sentence, and which direction is better."""
+"""The meaning of the numbers of a run: the section of a page that shows one, a sentence, and the better direction."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ SECTIONS = {
 }
 """By key, in the order of the page."""
 
+WHOLE = ("combined_score", "combined", "reward")
+"""Weighted sums of the rewards, which come before them."""
+
 HEADLINE = ("ocr.ned", "ocr.exact", "glyph_correlation")
 DRIFT = "outside_l1"
 """Measures of a verdict, if the run has them; the first one is judged. Less drift is better, more of the others."""
@@ -27,7 +30,7 @@ class Meaning:
     """Attributes:
     better: "higher", "lower", or "" where neither is.
     log: whether the axis is logarithmic from the beginning.
-    least: the axis spans at least this much, so that a change of nothing looks flat.
+    least: the axis spans at least this much: a smaller change looks flat.
     """
 
     sentence: str
@@ -81,7 +84,7 @@ _KNOWN: dict[str, dict[str, Meaning]] = {
         "kl": Meaning("Divergence of the policy from its reference: how far it has moved.", least=1e-6),
         "approx_kl": Meaning("Estimated divergence from the policy that sampled, within an epoch.", least=1e-6),
         "old_velocity_distance": Meaning("Distance of the policy's velocity from the one that sampled.", least=1e-6),
-        "entropy": Meaning("Entropy of the completions: 0 means that they are all alike.", least=0.01),
+        "entropy": Meaning("Entropy of the completions: 0 means that they are all the same.", least=0.01),
     },
     "gradient": {
         "grad_norm": Meaning("Norm of the gradient before it is clipped.", log=True),

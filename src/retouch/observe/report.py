@@ -68,15 +68,16 @@ def write_report(run: Path, single_file: bool = False) -> Path:
 
 def _write(run: Path, *, inside: bool | None) -> Path:
     path = run / "report.html"
-    write_whole(path, document(page_of(run, inside=inside)))
+    write_whole(path, document(page_of(run, inside=inside, live=False)))
     return path
 
 
-def page_of(run: Path, *, inside: bool | None) -> Page:
+def page_of(run: Path, *, inside: bool | None, live: bool) -> Page:
     """The page about a run as it is now.
 
     Args:
         inside: whether images are inside the page, or the files of the run; None: inside while they are small enough.
+        live: the page is kept up to date.
 
     Raises:
         ConfigError: not a run directory.
@@ -94,7 +95,7 @@ def page_of(run: Path, *, inside: bool | None) -> Page:
         str(config["name"]),
         [
             Block("html", "subtitle", part("line", subtitle(config, by_kind))),
-            Block("html", "status", part("status", status_of(run, config, records))),
+            Block("html", "status", part("status", status_of(run, config, records, live=live))),
             Block("html", "verdict", _verdict(points, rows, list(rewards))),
             Block("tools"),
             *(Block("charts", key, title=SECTIONS[key]) for key in ("reward", "measures")),
@@ -293,7 +294,7 @@ def _readings(rows: dict[str, list[Record]]) -> Markup:
     found = [[of.get(key, {}) for of in read.values()] for key in keys]
     lines = [[of[-1].get("text"), *(r.get("read", "–") for r in of)] for of in found]
     shown = table(Table("readings", ["target text", *read], lines, text=True))
-    return part("folded", f"What OCR read: {len(keys)} images", "", shown)
+    return part("folded", f"Texts that OCR read in {len(keys)} images", "", shown)
 
 
 def _grids(run: Path, *, inside: bool) -> Markup:

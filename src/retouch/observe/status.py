@@ -1,4 +1,4 @@
-"""What a run is doing, as far as its directory shows: running, ended, or killed."""
+"""The status of a run, as far as its directory shows it: running, ended, or killed."""
 
 from __future__ import annotations
 
@@ -57,8 +57,12 @@ class Status:
         return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(self.updated))
 
 
-def status_of(run: Path, config: Record, records: Sequence[Record]) -> Status:
-    """The status of a run directory now."""
+def status_of(run: Path, config: Record, records: Sequence[Record], *, live: bool) -> Status:
+    """The status of a run directory now.
+
+    Args:
+        live: it is kept up to date; a page that is not must not claim later that the run is running.
+    """
     metrics = run / "metrics.jsonl"
     last = next((record for record in reversed(records) if record.get("event") != "alarm"), {})
     step = last.get("step", 0)
@@ -67,11 +71,11 @@ def status_of(run: Path, config: Record, records: Sequence[Record]) -> Status:
     seconds = seconds_left(records, steps, config["training"].get("eval_every")) if state == "running" else None
     return Status(
         state,
-        f"step {step} of {steps}{text}",
+        f"step {step} of {steps}{text}{' when this page was written' if state == 'running' and not live else ''}",
         metrics.stat().st_mtime if records and metrics.is_file() else None,
         str(timedelta(seconds=round(seconds))) if seconds is not None else "",
         min(1.0, step / steps) if steps else None,
-        _commands(run, state),
+        [] if live and state == "running" else _commands(run, state),
     )
 
 
@@ -94,8 +98,8 @@ def _state(run: Path, last: Record) -> tuple[str, str]:
 
 
 def lock_holder(run: Path) -> tuple[str, str | None]:
-    """Who holds the lock of a run, "own" (this process), "other" or "", and the host of its last holder, if known. The
-    lock is shared for an instant, which `RunLock.take` waits for."""
+    """The holder of the lock of a run, "own" (this process), "other" or "", and the host of its last holder, if known.
+    The lock is shared for an instant, which `RunLock.take` waits for."""
     place = run / ".lock"
     try:
         descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))

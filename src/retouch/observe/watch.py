@@ -1,7 +1,7 @@
 """`retouch watch`: the page about a run on loopback, which follows the run while it goes.
 
 An address holds a token, without which nothing is answered: other users of the machine reach its loopback, too.
-Requests under another host name are refused, so that no website can read the page through a name that leads here.
+The server rejects requests under another host name: no website can read the page through a name that leads here.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Watched:
             version = self._version()
             if self._made is None or self._made[0] != version:
                 with reading_records(self.run):
-                    self._made = version, page_of(self.run, inside=False)
+                    self._made = version, page_of(self.run, inside=False, live=True)
             return self._made
 
     def _version(self) -> str:
-        """Of what a page is made of: evaluations are stored before their record."""
+        """Sizes and times of files, and the holder of the lock. Evaluations are stored before their record."""
         about = [(self.run / name) for name in ("metrics.jsonl", "config.yaml")]
         sizes = [(one.stat().st_size, one.stat().st_mtime_ns) for one in about if one.is_file()]
         return "-".join(map(str, (*(number for pair in sizes for number in pair), lock_holder(self.run)[0])))

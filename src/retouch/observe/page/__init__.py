@@ -1,6 +1,6 @@
 """Pages about runs as one HTML file each: templates, style, scripts and how they are put together.
 
-`page.html` frames a page, `parts.html` has its tables and texts, which jinja2 escapes; `page.js` draws curves and
+`page.html` frames a page, `parts.html` has its tables and texts, which jinja2 escapes; `page.js` shows curves and
 gallery from JSON. `uPlot.iife.min.js` and `uPlot.min.css` are uPlot 1.6.32, see uPlot.LICENSE.
 """
 
@@ -118,7 +118,7 @@ def document(page: Page, live: Mapping[str, Any] | None = None) -> str:
 
 
 def policy(style: str, scripts: Iterable[str], *, beside: bool, live: bool) -> str:
-    """What a browser may load and run for a page: its own script and style, by their hashes, and nothing else."""
+    """The content policy of a page: its own script and style, by their hashes, and nothing else."""
     runs = " ".join(map(_digest, scripts))
     images = "data: 'self' file:" if beside else "data:"
     connect = "'self'" if live else "'none'"

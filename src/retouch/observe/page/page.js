@@ -63,6 +63,7 @@
 
   // --- curves ---
 
+  const HEIGHT = 190;
   const DASHES = [[], [9, 4], [2, 3], [11, 3, 2, 3], [5, 2], [1, 5], [14, 5], [6, 2, 1, 2, 1, 2]];
   const hidden = new Set();  // names of lines that the legend has switched off
   const charts = new Map();
@@ -98,6 +99,7 @@
         make("div", { class: "head" }, this.name, this.better, this.logButton, csv), this.say, this.plotHost, this.output, this.note);
       host.append(this.figure);
       sight.observe(this.figure);
+      new ResizeObserver(() => this.plot?.setSize({ width: this.plotHost.clientWidth, height: HEIGHT })).observe(this.plotHost);
     }
     set(chart) {
       const first = !this.chart;
@@ -142,8 +144,8 @@
       this.logButton.setAttribute("aria-pressed", this.log);
       const axis = { stroke: () => colour("--dim"), grid: { stroke: () => colour("--grid"), width: 1 }, ticks: { stroke: () => colour("--grid"), width: 1 }, font: "11px system-ui,sans-serif" };
       this.plot = new uPlot({
-        width: this.plotHost.clientWidth, height: 190, series, bands,
-        legend: { show: false },
+        width: this.plotHost.clientWidth, height: HEIGHT, series, bands,
+        legend: { show: false }, padding: [null, page.lines.length > 1 ? 20 : null, null, null],
         cursor: { sync: { key: "steps", filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } }, drag: { x: true, y: false, dist: 5 }, points: { size: 7 } },
         scales: { x: { time: false, range: (_, low, high) => low === high ? [low - 1, high + 1] : [low, high] }, y: { distr: this.log ? 3 : 1, range: (_, low, high) => this.range(low, high) } },
         axes: [{ ...axis, size: 34, label: "optimizer step", labelSize: 14, labelFont: "11px system-ui,sans-serif", labelGap: 0 },
@@ -182,27 +184,22 @@
       });
       this.output.textContent = `step ${steps[at]}: ${told.join(" · ")}${smoothing ? " (smoothed)" : ""}`;
     }
-    // The letter of the legend at the end of each line, so that no colour has to be matched.
+    // The letter of the legend beside the end of each line, so that no colour has to be matched.
     letters(plot) {
       if (page.lines.length < 2) return;
-      const { ctx } = plot, ratio = devicePixelRatio, taken = [];
+      const { ctx } = plot, ratio = devicePixelRatio, height = 12 * ratio;
+      const ends = this.shown.map(({ index, at }) => {
+        const last = plot.data[at].findLastIndex((value, step) => value != null && plot.data[0][step] <= plot.scales.x.max);
+        return last < 0 ? null : { index, y: plot.valToPos(plot.data[at][last], "y", true) };
+      }).filter(Boolean).sort((one, other) => one.y - other.y);
+      ends.forEach((end, at) => { if (at) end.y = Math.max(end.y, ends[at - 1].y + height); });
       ctx.save();
-      ctx.font = `${11 * ratio}px system-ui,sans-serif`;
-      ctx.textAlign = "right";
-      for (const { index, at } of this.shown) {
-        const values = plot.data[at];
-        let last = values.length - 1;
-        while (last >= 0 && (values[last] == null || plot.data[0][last] > plot.scales.x.max)) last--;
-        if (last < 0) continue;
-        const x = Math.min(plot.valToPos(plot.data[0][last], "x", true), plot.bbox.left + plot.bbox.width);
-        let y = plot.valToPos(values[last], "y", true) - 4 * ratio;
-        while (taken.some((other) => Math.abs(other - y) < 11 * ratio)) y += 11 * ratio;
-        taken.push(y);
-        ctx.lineWidth = 3 * ratio;
-        ctx.strokeStyle = colour("--soft");
-        ctx.strokeText(page.lines[index].letter, x, y);
+      ctx.font = `bold ${11 * ratio}px system-ui,sans-serif`;
+      ctx.textAlign = "left";
+      ctx.textBaseline = "middle";
+      for (const { index, y } of ends) {
         ctx.fillStyle = colour(`--c${index % 8}`);
-        ctx.fillText(page.lines[index].letter, x, y);
+        ctx.fillText(page.lines[index].letter, plot.bbox.left + plot.bbox.width + 5 * ratio, y);
       }
       ctx.restore();
     }
@@ -228,12 +225,13 @@
       section.hidden = !own.length;
       for (const chart of own) {
         if (!charts.has(chart.key)) charts.set(chart.key, new Chart($(".plots", section)));
-        const shown = charts.get(chart.key);
-        shown.set(chart);
-        if (!shown.plot && shown.figure.clientWidth && shown.figure.getBoundingClientRect().top < innerHeight) shown.draw();
+        charts.get(chart.key).set(chart);
       }
     }
     $(".tools").hidden = !page.charts.length;
+    for (const chart of charts.values()) {  // once all have their places, and so their widths
+      if (!chart.plot && chart.figure.clientWidth && chart.figure.getBoundingClientRect().top < innerHeight) chart.draw();
+    }
   };
   const drawLegend = () => {
     if (page.lines.length < 2) return;
@@ -313,7 +311,7 @@
     const close = make("button", { text: "Close", onclick: () => dialog.close() });
     const shown = page.gallery.columns ? columnsOf(item) : stack(item);
     dialog.replaceChildren(close, make("p", { class: "note", text: `example ${about.example}, image ${about.index}${about.prompt != null ? `: ${about.prompt}` : ""}` }), shown);
-    if (shown.children.length > 1 && !page.gallery.columns) dialog.append(make("label", {}, "before ", slider("wipe", 100, state.wipe, (value) => { state.wipe = value; wipe(shown); }), " after"));
+    if (shown.children.length > 1 && !page.gallery.columns) dialog.append(make("label", {}, "after ", slider("wipe", 100, state.wipe, (value) => { state.wipe = value; wipe(shown); }), " before"));
     dialog.append(says(item));
     dialog.showModal();
   };
@@ -341,7 +339,7 @@
     const controls = gallery.columns ? [] : [
       select("before", gallery.variants.map((variant, at) => [at, variant.label]), state.before, (chosen) => { state.before = Number(chosen); fill(); }),
       make("label", {}, "after", slider("step", last, state.after, (at) => { state.after = at; state.follow = at === last; label.textContent = gallery.variants[at].label; fill(); }), label),
-      make("label", {}, "after | before", slider("wipe all", 100, state.wipe, (value) => { state.wipe = value; $$("#gallery .stack").forEach(wipe); })),
+      make("label", {}, "show after", slider("wipe all", 100, state.wipe, (value) => { state.wipe = value; $$("#gallery .stack").forEach(wipe); }), "before"),
     ];
     controls.push(select("sort", [["order", "in order"], ["best", "best first"], ["worst", "worst first"], ["changed", "most changed"]], state.sort, (chosen) => { state.sort = chosen; fill(); }));
     if (gallery.measures.length) controls.push(select("by", gallery.measures.map((measure, at) => [at, measure.name]), state.measure, (chosen) => { state.measure = Number(chosen); fill(); }));
@@ -393,8 +391,6 @@
   $$("#gallery .more").forEach((button) => button.addEventListener("click", () => { state.most += 240; fill(); }));
   $("#full").addEventListener("close", () => { if (page.gallery && !page.gallery.columns) $$("#gallery .stack").forEach(wipe); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => each((chart) => chart.draw()));
-  let width = innerWidth;
-  addEventListener("resize", () => { if (width !== innerWidth) { width = innerWidth; each((chart) => chart.plot.setSize({ width: chart.plotHost.clientWidth, height: 190 })); } });
   addEventListener("beforeprint", () => charts.forEach((chart) => { if (!chart.plot && chart.figure.clientWidth) chart.draw(); }));
   addTools(document);
   drawAll();
