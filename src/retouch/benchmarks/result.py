@@ -22,7 +22,7 @@ from retouch.types import Failure
 
 
 @dataclass(frozen=True)
-class Column:
+class ResultColumn:
     """The outputs of one set of weights, or of another program.
 
     Attributes:
@@ -49,7 +49,7 @@ class Column:
 
 def result_of(
     benchmark: Benchmark,
-    columns: Mapping[str, Column],
+    columns: Mapping[str, ResultColumn],
     data: Mapping[str, Any],
     rewards: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def result_of(
 class _Measures:
     """The measures of some outputs: those of the benchmark, and the mean of every reward that none of these reads."""
 
-    def __init__(self, benchmark: Benchmark, columns: Mapping[str, Column]) -> None:
+    def __init__(self, benchmark: Benchmark, columns: Mapping[str, ResultColumn]) -> None:
         self._benchmark = benchmark
         rows = [row for column in columns.values() for row in column.rows]
         measures = self._summary(rows)
@@ -143,7 +143,7 @@ class _Measures:
 
 def _departures(
     benchmark: Benchmark,
-    columns: Mapping[str, Column],
+    columns: Mapping[str, ResultColumn],
     data: Mapping[str, Any],
     rewards: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
@@ -195,7 +195,7 @@ def _names(revision: str) -> list[str]:
 
 
 def _intervals(
-    measured: _Measures, columns: Mapping[str, Column]
+    measured: _Measures, columns: Mapping[str, ResultColumn]
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, list[float]]]]:
     """95 % intervals of the measures of each column, and of their differences between neighbouring columns as [value,
     low, high]: both bootstrapped over items; the differences over the images that both columns have, and each reward
