@@ -135,7 +135,7 @@ class OutputReader:
         Raises:
             ImageProblem, DataError: the file, or one of the item, cannot be read.
         """
-        example = examples.get(output.position, lambda: native_example(output.item, self._section))
+        example = examples.get(output.position, lambda _: native_example(output.item, self._section))
         image = self._benchmark.prepared(saved_image(path), example.source, example.mask)
         return item_of(example, np.asarray(image), number, example.id)
 
