@@ -31,8 +31,8 @@ class LruCache(Generic[K, V]):
         """The values of keys in order, more than `capacity` of them if need be.
 
         Args:
-            make: positions of keys whose values are missing, each key once -> their values. A `map` is consumed here,
-                so that a value that cannot be computed leaves those before it in the cache.
+            make: positions of keys whose values are missing, each key once -> their values. A `map` is consumed here:
+                an error leaves the values before it in the cache.
         """
         missing = {key: i for i, key in reversed([*enumerate(keys)]) if key not in self._values}
         positions = sorted(missing.values())

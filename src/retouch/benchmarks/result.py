@@ -152,9 +152,12 @@ def _departures(
     items, expected = data["items"], benchmark.official_items()
     if data.get("unusable_items"):
         found.append(f"{data['unusable_items']} items cannot be used")
+    # A share and a limit are departures that the benchmark names itself; beside them the number of items means nothing.
     if benchmark.held_out_share is None and benchmark.limit is None and expected not in (None, items):
         found.append(f"{items} of {expected} items" if items < expected else f"{items} items instead of {expected}")
     for reward, model in benchmark.official.scorers.items():
+        # Several servers can have scored, each with its own revision: the first that is not the published model is
+        # named.
         told = rewards.get(reward, {})
         revisions = map(str, told.get("revisions", [told["revision"]] if told else []))
         if other := next((revision for revision in revisions if not is_of(model, revision)), None):

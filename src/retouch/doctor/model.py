@@ -59,6 +59,7 @@ def find_model(model: Model, *, embedded: bool = False) -> FoundModel:
         path = component_path(model.path, model.family)
         folder = Path(path) if Path(path).is_dir() else downloaded(path)
         if folder is None:
+            # This is no problem of a folder: the run downloads it.
             away = f"{path} is not on this machine; the run downloads it (gated ones need HF_TOKEN)"
             return FoundModel(missing=away, embedded=embedded, transformer=other)
         require_pipeline(str(folder), model.pipeline)

@@ -98,6 +98,8 @@ def run_benchmark(
         reader = benchmark_scores.OutputReader(benchmark, data.config)
         columns: dict[str, ResultColumn] = {}
         waiting = 0
+        # Two passes. In the first this process scores its share of the images that are there; in the second it reads
+        # what all shards have left on record. The last one to end finds nothing waiting and writes the result.
         for name, folder in places.items():
             size = batch_size(configs[weights[name].run], benchmark) if name in weights else _BATCH
             mine = [output for batch in own(outputs, share, size) for output in batch]
@@ -121,6 +123,8 @@ def run_benchmark(
             "digest": digest_of([item_digest(item) for item in data.items]),
         }
         result = result_of(benchmark, columns, provenance, scorers.provenance())
+    # The result is written before the distances as well: they need a network of their own, and if that fails the scores
+    # of hours are there.
     write_png(_grid(outputs, places, columns), out / "grid.png")
     _write_result(result, out)
     if benchmark.distances:

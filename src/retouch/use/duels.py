@@ -34,7 +34,7 @@ class DuelImages(Protocol):
 
 
 def pair_judges(entries: Mapping[str, RewardEntry]) -> dict[str, PairEntry]:
-    """The rewards that compare two images and run in this process."""
+    """The rewards that compare two images, of scorers that the run makes itself (`is_made_here`)."""
     return {
         name: entry
         for name, entry in entries.items()
