@@ -30,16 +30,16 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from retouch.data.sampler import derive_seed
-from retouch.glyph_structure import FOLDERS, LETTERS, WEIGHTS, Variant, packaged, structure_of
 from retouch.imaging.glyphs import glyph_correlation
 from retouch.observe.run_dir import environment
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.glyph_structure import GlyphStructureReward, equal_slices
 from retouch.rewards.scorers.ocr import OcrReward, OcrScorer
 from retouch.rewards.text_distance import text_similarity
-from retouch.tiny.broken_letters import STRUCTURAL, TEST_FONTS, Letter, Word, draw_word, names_of
-from retouch.tiny.glyph_structure import auc, aucs, broken_probabilities, held_out_letters
 from retouch.types import Score
+from retouch_glyphs.glyph_structure import FOLDERS, LETTERS, WEIGHTS, Variant, packaged, structure_of
+from retouch_glyphs.scorers.glyph_structure import GlyphStructureReward, equal_slices
+from retouch_glyphs.tiny.broken_letters import STRUCTURAL, TEST_FONTS, Letter, Word, draw_word, names_of
+from retouch_glyphs.tiny.glyph_structure import auc, aucs, broken_probabilities, held_out_letters
 
 Values = NDArray[np.float64]
 Report = dict[str, Any]

@@ -26,11 +26,11 @@ from inputs import digest, inputs
 
 from algorithms import REPOSITORY, Row, evaluations, make_data, measured, retouch, write
 from retouch.config import derive, load_run
-from retouch.glyph_structure import FOLDERS, WEIGHTS
 from retouch.observe.report import change_of
-from retouch.rewards.scorers.glyph_structure import GlyphStructureReward
 from retouch.training.evaluation import Evaluation, load_evaluation
 from retouch.use.comparison import gains
+from retouch_glyphs.glyph_structure import FOLDERS, WEIGHTS
+from retouch_glyphs.scorers.glyph_structure import GlyphStructureReward
 
 CONFIGS = REPOSITORY / "configs/tiny"
 

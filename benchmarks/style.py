@@ -20,12 +20,14 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -37,7 +39,8 @@ from inputs import digest, inputs  # noqa: E402
 from retouch.config import load_run  # noqa: E402
 from retouch.data.dataset import load_dataset  # noqa: E402
 from retouch.families.loading import tiny_path  # noqa: E402
-from retouch.imaging.glyphs import font_likeness, ink_colour  # noqa: E402
+from retouch.imaging.glyphs import FONTS, Ink, contrast, correlation, ground_colour, write_spaced  # noqa: E402
+from retouch.imaging.masks import Box, mask_box  # noqa: E402
 from retouch.observe import Stopwatch  # noqa: E402
 from retouch.observe.grids import grid  # noqa: E402
 from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
@@ -146,6 +149,34 @@ def draw(loaded: Loaded, examples: Sequence[Any]) -> Evaluation:
         return evaluate(loaded.model, loaded.network, examples, 1, 4, loaded.guidance_scale, 32, rewards, Stopwatch())
     finally:
         rewards.close()
+
+
+def font_likeness(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) -> dict[str, float]:
+    """Font of `FONTS` -> normalised correlation, in [-1, 1], of the mask's ink with `text` in that font, written across
+    the mask by `write_spaced`. All 0 if nothing stands out from the ground.
+
+    Unlike `glyph_correlation` it neither moves nor scales the ink: blur does not change the order of the fonts.
+    """
+    left, top, right, bottom = box = mask_box(mask)
+    ink = contrast(image[top:bottom, left:right].astype(np.float64))
+    return {name: correlation(ink, spaced(text, name, box)) for name in FONTS}
+
+
+@lru_cache(maxsize=4096)
+def spaced(text: str, name: str, box: Box) -> Ink:
+    """Ink of `text` across a box, at its place in the image: elsewhere letters round to other pixels."""
+    page = Image.new("L", box[2:], 255)
+    write_spaced(page, text, name, box, 0)
+    return 255 - np.asarray(page.crop(box), np.float64)
+
+
+def ink_colour(image: NDArray[np.uint8], mask: NDArray[np.uint8]) -> tuple[float, float, float]:
+    """Median colour of the 5 % of the pixels inside the mask that differ most from the ground."""
+    left, top, right, bottom = mask_box(mask)
+    pixels = image[top:bottom, left:right].astype(np.float64)
+    distance = np.abs(pixels - ground_colour(pixels)).mean(axis=2)
+    r, g, b = np.median(pixels[distance >= np.quantile(distance, 0.95)], axis=0)
+    return float(r), float(g), float(b)
 
 
 def agreement(result: Evaluation, examples: Sequence[Any]) -> dict[str, list[float]]:

@@ -177,7 +177,9 @@ def _begin(arguments: list[str], environment: dict[str, str], folder: str, files
     os.chdir(folder)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     if anew:
-        for module in [name for name in sys.modules if name.split(".")[0] == "retouch"]:
+        for module in [
+            name for name in sys.modules if name.split(".")[0] in ("retouch", "retouch_bench", "retouch_glyphs")
+        ]:
             del sys.modules[module]
     try:
         _become(arguments)

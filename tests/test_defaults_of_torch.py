@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
-PACKAGE = SOURCE / "retouch"
 
-ROOMS = ("core", "rollout", "training", "algorithms", "engine", "adapters", "families")
+ROOMS = tuple(
+    f"retouch/{room}" for room in ("core", "rollout", "training", "algorithms", "engine", "adapters", "families")
+)
 
 MAKERS = {
     "tensor", "as_tensor", "asarray", "scalar_tensor", "zeros", "ones", "empty", "full", "eye", "arange", "linspace",
@@ -20,7 +21,7 @@ MAKERS = {
 }  # fmt: skip
 """Functions of torch whose result has the default dtype, at least for Python's floats."""
 
-KEEPS_ITS_DTYPE = {("algorithms/vlm_grpo/responses.py", "torch.as_tensor(value)")}
+KEEPS_ITS_DTYPE = {("retouch/algorithms/vlm_grpo/responses.py", "torch.as_tensor(value)")}
 """Of an array, whatever its dtype."""
 
 DRAWS = {"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"}
@@ -28,27 +29,27 @@ DRAWS = {"rand", "randn", "randint", "randperm", "normal", "bernoulli", "multino
 DRAWN_INTO = {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "multinomial"}
 
 WEIGHTS_TO_BE_LOADED = {
-    ("adapters/projections.py", "torch.randn(tokens, token_width, dtype=torch.float32)"),
-    ("families/flux2/base.py", "vae.bn.running_mean.normal_(std=0.2)"),  # of tiny networks
-    ("families/flux2/base.py", "vae.bn.running_var.uniform_(0.5, 2.0)"),
-    ("families/z_image/model.py", "nn.init.normal_(transformer.x_pad_token)"),
-    ("families/z_image/model.py", "nn.init.normal_(transformer.cap_pad_token)"),
-    ("glyph_structure.py", "nn.init.normal_(self.asked.weight, std=0.1)"),
+    ("retouch/adapters/projections.py", "torch.randn(tokens, token_width, dtype=torch.float32)"),
+    ("retouch/families/flux2/base.py", "vae.bn.running_mean.normal_(std=0.2)"),  # of tiny networks
+    ("retouch/families/flux2/base.py", "vae.bn.running_var.uniform_(0.5, 2.0)"),
+    ("retouch/families/z_image/model.py", "nn.init.normal_(transformer.x_pad_token)"),
+    ("retouch/families/z_image/model.py", "nn.init.normal_(transformer.cap_pad_token)"),
+    ("retouch_glyphs/glyph_structure.py", "nn.init.normal_(self.asked.weight, std=0.1)"),
 }
 """Initial weights of networks: drawn before a run begins, under `fork_rng` or replaced by a file."""
 
 OWN_GENERATORS = {"Random", "SystemRandom", "default_rng", "Generator", "RandomState", "SeedSequence"}
 
-STATES = {("process/process_wide.py", name) for name in ("getstate", "setstate", "get_state", "set_state")}
+STATES = {("retouch/process/process_wide.py", name) for name in ("getstate", "setstate", "get_state", "set_state")}
 
 
 def calls(*rooms: str) -> Iterator[tuple[str, ast.Call]]:
-    """(file, call) of every call in the package or in some of its folders."""
+    """(file, call) of every call in the packages or in some of their folders."""
     for room in rooms or ("",):
-        for path in sorted((PACKAGE / room).rglob("*.py")):
+        for path in sorted((SOURCE / room).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call):
-                    yield path.relative_to(PACKAGE).as_posix(), node
+                    yield path.relative_to(SOURCE).as_posix(), node
 
 
 def torch_function(call: ast.Call) -> str | None:
@@ -94,13 +95,13 @@ def test_no_number_comes_from_a_global_generator() -> None:
         if (torch_function(call) in DRAWS or function.attr in DRAWN_INTO) and not has(call, "generator"):
             found.add(f"{file}:{call.lineno}: {source}")
         if ast.unparse(function) in ("torch.manual_seed", "torch.seed", "torch.cuda.manual_seed_all"):
-            assert "fork_rng" in (PACKAGE / file).read_text(encoding="utf-8"), file
+            assert "fork_rng" in (SOURCE / file).read_text(encoding="utf-8"), file
     assert not found
 
 
 def imports_random(file: str) -> bool:
     """Whether `random` is the module in a file, not a generator of its own."""
-    tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+    tree = ast.parse((SOURCE / file).read_text(encoding="utf-8"))
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     return "random" in names
 

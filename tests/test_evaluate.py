@@ -13,6 +13,7 @@ from PIL import Image
 import retouch.training.evaluation as evaluation
 from retouch.config import RunConfig
 from retouch.data.dataset import Dataset, load_dataset
+from retouch.data.formats import FACETS
 from retouch.observe import Stopwatch
 from retouch.observe.statistics import MIN_EXAMPLES, bootstrap_intervals, paired_difference, student
 from retouch.rewards.client.config import RewardClientConfig
@@ -128,7 +129,7 @@ def test_a_kind_that_is_no_word_or_number_is_left_out() -> None:
     about = {"level": ["PhD"], "discipline": None, "complexity": 3, "image_type": "real"}
     image = np.zeros((4, 4, 3), np.uint8)
     row = evaluation._row(Example(1, "p", metadata=about), 0, image, image)
-    assert {name: row[name] for name in evaluation.FACETS if name in row} == {"complexity": 3, "image_type": "real"}
+    assert {name: row[name] for name in FACETS if name in row} == {"complexity": 3, "image_type": "real"}
 
 
 def test_means_leave_failed_rewards_out_and_count_them() -> None:

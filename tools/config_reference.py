@@ -31,7 +31,7 @@ from retouch.config import RunConfig
 from retouch.config.base import Section
 from retouch.config.errors import models_of
 from retouch.config.reads import ReadBy, reads_of
-from retouch.registry import Chosen
+from retouch.registry import ANNEXES, Chosen
 from retouch.rewards.judge import JudgeConfig
 from retouch.rewards.scorers.judged import JudgeEntry
 
@@ -108,7 +108,7 @@ SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 SEVERAL = "Keys of more than one"
 
-OWN = ("retouch", "retouch_bench")
+OWN = ("retouch", *ANNEXES)
 """Packages of this distribution."""
 
 Kinds = tuple[type[BaseModel], ...]

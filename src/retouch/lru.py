@@ -23,15 +23,16 @@ class LruCache(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def get(self, key: K, make: Callable[[], V]) -> V:
+    def get(self, key: K, make: Callable[[K], V]) -> V:
         """The value of a key; `make` computes a missing one."""
-        return self.get_all([key], lambda _: [make()])[0]
+        return self.get_all([key], lambda _: map(make, [key]))[0]
 
     def get_all(self, keys: Sequence[K], make: Callable[[list[int]], Iterable[V]]) -> list[V]:
         """The values of keys in order, more than `capacity` of them if need be.
 
         Args:
-            make: positions of keys whose values are missing, each key once -> their values.
+            make: positions of keys whose values are missing, each key once -> their values. A `map` is consumed here:
+                an error leaves the values before it in the cache.
         """
         missing = {key: i for i, key in reversed([*enumerate(keys)]) if key not in self._values}
         positions = sorted(missing.values())

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 PLUGINS = "RETOUCH_PLUGINS"
 """Environment variable: modules of plug-ins, separated by commas, for processes that read no run file."""
 
-ANNEXES = {"retouch_bench": "retouch.benchmarks"}
+ANNEXES = {"retouch_bench": "retouch.benchmarks", "retouch_glyphs": "retouch.tiny"}
 """Packages of this distribution that register their components through entry points, as those of others do -> a group
 in which each has some. An editable installation of an earlier version finds their modules and not the entry points."""
 
@@ -50,8 +50,8 @@ def _entry_points() -> EntryPoints:
         listed = any(point.value.startswith(f"{annex}.") for point in found.select(group=group))
         if not listed and importlib.util.find_spec(annex):
             logger.warning(
-                "%s is there, but this installation does not list what it has: benchmarks, their data formats and "
-                "scorers are unknown; install retouch again (in a checkout: pip install -e .)",
+                "%s is there, but this installation does not list what it has, rewards among it, which are therefore "
+                "unknown; install retouch again (in a checkout: pip install -e .)",
                 annex,
             )
     return found

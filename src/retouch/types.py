@@ -330,7 +330,3 @@ class Scores:
     def failures(self) -> list[tuple[str, Failure]]:
         """Every failure with the name of its reward."""
         return [(name, o) for name, column in self.outcomes.items() for o in column if isinstance(o, Failure)]
-
-    def counted(self) -> Scores:
-        """Without the rewards of weight 0, which are only logged."""
-        return Scores({name: column for name, column in self.outcomes.items() if self.weights[name]}, self.weights)

@@ -27,6 +27,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from retouch.registry import ANNEXES
 from tests.command_line import retouch
 from tests.old_runs import COMMITS, HERE
 from tests.old_runs.arithmetic import digest
@@ -129,7 +130,7 @@ def test_no_old_run_names_the_machine_that_made_it() -> None:
 def test_old_runs_are_small_and_outside_the_wheel() -> None:
     assert sum(file.stat().st_size for file in files()) < 3_000_000 * len(COMMITS)
     built = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
-    assert built["targets"]["wheel"] == {"packages": ["src/retouch", "src/retouch_bench"]}
+    assert built["targets"]["wheel"] == {"packages": ["src/retouch", *(f"src/{annex}" for annex in ANNEXES)]}
 
 
 def files() -> list[Path]:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import inputs  # noqa: E402
 import structure  # noqa: E402
 
-from retouch.glyph_structure import FOLDERS, WEIGHTS  # noqa: E402
+from retouch_glyphs.glyph_structure import FOLDERS, WEIGHTS  # noqa: E402
 
 ATTACKS = {row["attack"]: row for row in FOUND["attacks"]["rows"]}
 AREAS = {name: areas["all"] for name, areas in FOUND["letters"]["auc"].items()}

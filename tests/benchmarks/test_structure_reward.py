@@ -21,12 +21,12 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 import inputs  # noqa: E402
 import structure_reward  # noqa: E402
 
-from retouch.glyph_structure import FOLDERS, WEIGHTS  # noqa: E402
 from retouch.imaging.glyphs import glyph_correlation  # noqa: E402
 from retouch.rewards.protocol import RewardItem  # noqa: E402
-from retouch.rewards.scorers.glyph_structure import GlyphStructureReward  # noqa: E402
 from retouch.tiny.signs import draw_sign, draw_words  # noqa: E402
 from retouch.types import Score  # noqa: E402
+from retouch_glyphs.glyph_structure import FOLDERS, WEIGHTS  # noqa: E402
+from retouch_glyphs.scorers.glyph_structure import GlyphStructureReward  # noqa: E402
 
 Row = dict[str, Any]
 RESULT: Row = json.loads((REPOSITORY / "benchmarks/results/structure_reward.json").read_text(encoding="utf-8"))

@@ -8,7 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import ImageFilter
 
 REPOSITORY = Path(__file__).parents[2]
 FOUND: dict[str, Any] = json.loads((REPOSITORY / "benchmarks/results/style.json").read_text(encoding="utf-8"))
@@ -17,6 +19,8 @@ ROWS: list[dict[str, Any]] = FOUND["rows"]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 import style  # noqa: E402
+
+from retouch.tiny.signs import draw_sign, draw_words  # noqa: E402
 
 
 def test_three_seeds_each() -> None:
@@ -58,3 +62,25 @@ def test_the_page_says_what_was_found() -> None:
     for algorithm in ("grpo", "nft"):
         mean, low, high = FOUND["pooled"][algorithm]["ink_error"]
         assert low < 0 < high and f"ink error differs by {mean:+.1f} [{low:+.1f}, {high:+.1f}]" in page
+
+
+def test_font_and_ink_of_true_signs() -> None:
+    """Every font is told, inks exactly."""
+    signs = [draw_sign(word, (32, 64), 3) for word in draw_words(40, "held_out", 3)]
+    images = [(np.asarray(s.picture), np.asarray(s.mask)) for s in signs]
+
+    def font_of(image: tuple[np.ndarray, np.ndarray], word: str) -> str:
+        likeness = style.font_likeness(*image, word)
+        return max(likeness, key=likeness.__getitem__)
+
+    assert all(font_of(image, s.word) == s.face for image, s in zip(images, signs, strict=True))
+    likeness = style.font_likeness(*images[0], signs[0].word)
+    assert likeness[signs[0].face] > 0.95 and max(v for f, v in likeness.items() if f != signs[0].face) < 0.9
+    blurred = [
+        (np.asarray(s.picture.filter(ImageFilter.GaussianBlur(0.7))), m)
+        for s, (_, m) in zip(signs, images, strict=True)
+    ]
+    assert sum(font_of(image, s.word) == s.face for image, s in zip(blurred, signs, strict=True)) >= 38
+    for image, sign in zip(images, signs, strict=True):
+        assert np.abs(np.subtract(style.ink_colour(*image), sign.ink)).max() <= 1
+    assert not any(style.font_likeness(np.full((32, 64, 3), 200, np.uint8), images[0][1], "MOON").values())

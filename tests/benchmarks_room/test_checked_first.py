@@ -18,7 +18,7 @@ from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import Benchmark, ImageRow
 from retouch.benchmarks.load import load_benchmark
 from retouch.benchmarks.outputs import outputs_of
-from retouch.benchmarks.result import Column, result_of
+from retouch.benchmarks.result import ResultColumn, result_of
 from retouch.config import RunConfig
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import Dataset, load_dataset
@@ -169,7 +169,7 @@ def test_broken_items_are_counted_and_limited(tmp_path: Path) -> None:
         load_dataset(benchmark("brushbench", folder, max_bad_items=0, rewards=rewards).data(), "--path", frozenset())
     given = benchmark("brushbench", folder, saved_as="jpeg", rewards=rewards)
     data = {"items": 600, "unusable_items": 1}
-    result = result_of(given, {"base": Column([], [], {})}, data, {})
+    result = result_of(given, {"base": ResultColumn([], [], {})}, data, {})
     assert result["published"]["reasons"] == ["1 items cannot be used"]
 
 
@@ -184,7 +184,7 @@ def test_a_key_selects_what_a_run_on_the_rest_does_not_train_on(tmp_path: Path) 
             for s in (whole.data(), train, held.data())]  # fmt: skip
     assert keys[1] | keys[2] == keys[0] and not keys[1] & keys[2] and keys[1] and keys[2]
     assert "only the held-out share of 0.4 of the items" in held.departures()
-    result = result_of(held, {"base": Column([], [], {})}, {"items": 3}, {})
+    result = result_of(held, {"base": ResultColumn([], [], {})}, {"items": 3}, {})
     assert not [reason for reason in result["published"]["reasons"] if " of 531 items" in reason]
 
 
@@ -211,13 +211,13 @@ def test_items_that_a_run_trained_on_are_counted(
     monkeypatch.setattr(running, "sample_outputs", lambda *_: None)
     about: dict[str, Any] = {"sampling": {}}
     monkeypatch.setattr(running, "about_weights", lambda *_: about)
-    weights = {"after-RL": running.Sampled("", sampled)}
+    weights = {"after-RL": running.SampledWeights("", sampled)}
     runs: Mapping[str, Trained] = {"": None}  # type: ignore[dict-item]
     abouts = running._sample(given, runs, {"": config}, weights, data, [], tmp_path, running.Shard())
     told = abouts["after-RL"]["trained_on"]
     assert told == (count if sampled else 0)
     assert (f"--path: t trained on {count} of {len(data)} examples" in caplog.text) == bool(count)
-    result = result_of(given, {"after-RL": Column([], [], abouts["after-RL"])}, {"items": len(data)}, {})
+    result = result_of(given, {"after-RL": ResultColumn([], [], abouts["after-RL"])}, {"items": len(data)}, {})
     reason = f"after-RL: its run trained on {told} of {len(data)} items"
     assert (reason in result["published"]["reasons"]) == bool(told)
 
@@ -261,7 +261,9 @@ def test_a_line_is_compared_once_however_many_samples_an_interval_takes(monkeypa
     monkeypatch.setattr(anytext, "edit_distance", lambda *texts: (next(calls), real(*texts))[1])
     lines = [[{"asked": f"once {n} {k}", "found": f"one {n} {k}"} for k in range(2)] for n in range(8)]
     rows = [ImageRow(str(n), 0, {}, {"anytext": Score(0.5, {"lines": of})}) for n, of in enumerate(lines)]
-    result = result_of(benchmark("anytext"), {"a": Column(rows, [], {}), "b": Column(rows, [], {})}, {"items": 8}, {})
+    result = result_of(
+        benchmark("anytext"), {"a": ResultColumn(rows, [], {}), "b": ResultColumn(rows, [], {})}, {"items": 8}, {}
+    )
     assert next(calls) == 16
     compared = [anytext.compare(line["asked"], line["found"], "en").ned for of in lines for line in of]
     assert result["measures"]["a"]["ned_en"] == pytest.approx(np.mean(compared))

@@ -12,14 +12,14 @@ import yaml
 
 from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import Benchmark, ImageRow
-from retouch.benchmarks.result import Column, result_of
+from retouch.benchmarks.result import ResultColumn, result_of
 from retouch.config import RunConfig
 from retouch.errors import ConfigError
 from retouch.types import Failure, Outcome, Score
 from retouch.use.benchmark import _weights
 from retouch.use.benchmark_images import about_weights, as_trained, claim, with_settings
 from retouch.use.trained import Trained
-from retouch_bench.benchmarks.anytext import table_of
+from retouch_bench.benchmarks.anytext import language_of
 from tests.conftest import small_run
 
 LOST = Failure("unavailable", "no answer", True)
@@ -30,7 +30,7 @@ def benchmark(name: str, **options: Any) -> Benchmark:
 
 
 def result(given: Benchmark, **columns: Sequence[ImageRow]) -> dict[str, Any]:
-    return result_of(given, {name: Column(rows, [], {}) for name, rows in columns.items()}, {"items": 9}, {})
+    return result_of(given, {name: ResultColumn(rows, [], {}) for name, rows in columns.items()}, {"items": 9}, {})
 
 
 # --- differences ---
@@ -122,7 +122,7 @@ def test_a_reward_that_no_measure_reads_is_shown_by_its_name() -> None:
     ],
 )  # fmt: skip
 def test_the_folder_names_the_language_of_anytext(path: str, language: str) -> None:
-    assert table_of({"path": path}) == language
+    assert language_of({"path": path}) == language
 
 
 # --- whose images are kept ---

@@ -15,9 +15,9 @@ from PIL import Image
 from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import ImageRow, numbered
 from retouch.benchmarks.load import load_benchmark
-from retouch.benchmarks.observations import Asked, Observations, reward_digest
+from retouch.benchmarks.observations import Observations, OutputIdentity, reward_digest
 from retouch.benchmarks.outputs import Output, Shard, find_file, outputs_of, own, unused_files
-from retouch.benchmarks.result import Column, benchmark_table, is_of, result_of
+from retouch.benchmarks.result import ResultColumn, benchmark_table, is_of, result_of
 from retouch.config import ConfigError
 from retouch.data.base import ItemFiles
 from retouch.observe.statistics import bootstrap_intervals
@@ -132,7 +132,7 @@ def test_two_outputs_of_one_name_are_a_fault(tmp_path: Path) -> None:
 
 # --- observations ---
 
-ONE, TWO = Asked("1.png", "image", "item"), Asked("2.png", "image", "item")
+ONE, TWO = OutputIdentity("1.png", "image", "item"), OutputIdentity("2.png", "image", "item")
 AWAY = Failure("unavailable", "no answer", True)
 
 
@@ -143,8 +143,8 @@ def test_outcomes_are_read_back_for_the_same_image_item_and_revision(tmp_path: P
     assert back.outcome(ONE, "ocr", "r1") == Score(0.5, {"text": "é"})
     assert back.outcome(ONE, "judge", "r2") == AWAY
     assert back.outcome(ONE, "ocr", "other revision") is None
-    assert back.outcome(Asked("1.png", "other image", "item"), "ocr", "r1") is None
-    assert back.outcome(Asked("1.png", "image", "other item"), "ocr", "r1") is None
+    assert back.outcome(OutputIdentity("1.png", "other image", "item"), "ocr", "r1") is None
+    assert back.outcome(OutputIdentity("1.png", "image", "other item"), "ocr", "r1") is None
     assert Observations(tmp_path, "other").outcome(ONE, "ocr", "r1") is None
 
 
@@ -204,7 +204,7 @@ def test_columns_are_compared_over_the_items_that_both_have(tmp_path: Path) -> N
     levels = (0.1, 0.4, 0.6, 0.8)
     before = rows({i: [level, level] for i, level in enumerate(levels)} | {9: [0.0, None]})
     after = rows({i: [level + 0.1, level + 0.1] for i, level in enumerate(levels)})
-    columns = {"base": Column(before, [], {}), "trained": Column(after, ["test9_0.png", "test9_1.png"], {})}
+    columns = {"base": ResultColumn(before, [], {}), "trained": ResultColumn(after, ["test9_0.png", "test9_1.png"], {})}
     result = result_of(load_benchmark("calligrapher_self", tmp_path), columns, {"items": 5}, {})
     assert json.loads(json.dumps(result)) == result
     assert result["measures"]["base"]["ned"] == pytest.approx(2 * sum(levels) / 9)
@@ -230,7 +230,7 @@ def test_details_of_another_server_are_an_error_of_the_benchmark_file(tmp_path: 
     (row,) = rows({0: [0.5]})
     row = replace(row, metadata={"tag": "colors"}, outcomes={"geneval": Score(1.0, detail)})
     with pytest.raises(ConfigError, match=r"has not the form that GenEval needs .*retouch reward serve"):
-        result_of(load_benchmark(file(tmp_path, text), None), {"base": Column([row], [], {})}, {"items": 1}, {})
+        result_of(load_benchmark(file(tmp_path, text), None), {"base": ResultColumn([row], [], {})}, {"items": 1}, {})
 
 
 def test_published_rows_are_shown_where_the_settings_compare(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_published_rows_are_shown_where_the_settings_compare(tmp_path: Path) -> 
     scored = [ImageRow(str(i), 0, {}, {"kept_area": Score(25.0, detail), "clip": Score(0.25)}) for i in range(2)]
 
     def table(more: str = "", items: int = 600, clip: str = "openai/clip-vit-large-patch14", resized: int = 0) -> str:
-        column = {"base": Column(scored, [], {}, resized)}
+        column = {"base": ResultColumn(scored, [], {}, resized)}
         given = load_benchmark(file(tmp_path, text + more), None)
         return benchmark_table(result_of(given, column, {"items": items}, {"clip": {"revision": f"clip {clip} 32bd"}}))
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import Benchmark
 from retouch.benchmarks.load import load_benchmark
-from retouch.benchmarks.observations import Asked, reward_digest, reward_digests
+from retouch.benchmarks.observations import OutputIdentity, reward_digest, reward_digests
 from retouch.benchmarks.outputs import Shard, outputs_of
 from retouch.data.dataset import load_dataset
 from retouch.errors import ConfigError, DataError, RewardOutage
@@ -33,7 +33,7 @@ from retouch.rewards.scorers.kept_area import KeptAreaReward
 from retouch.rewards.table import RewardTable
 from retouch.types import Failure, Outcome, Score
 from retouch.use.benchmark import run_benchmark
-from retouch.use.benchmark_scores import Reader
+from retouch.use.benchmark_scores import OutputReader
 from tests.benchmarks_room import cases, text_cases
 from tests.benchmarks_room.cases import CASES, write_brushbench
 from tests.benchmarks_room.text_cases import TEXT_CASES
@@ -229,14 +229,14 @@ def variants(name: str, option: str, keys: Mapping[str, Any], folder: Path) -> I
             continue
 
 
-Keys = dict[str, tuple[Asked, dict[str, str]]]
+Keys = dict[str, tuple[OutputIdentity, dict[str, str]]]
 Received = dict[str, tuple[Any, ...]]
 
 
 def observed(given: Benchmark, images: Path) -> tuple[Keys, Received]:
     """Output -> the key of its observation; output -> what scorers receive, told apart by this test alone."""
     data = load_dataset(given.data(), "--path", frozenset())
-    reader = Reader(given, data.config)
+    reader = OutputReader(given, data.config)
     revisions = {name: entry.make().spec.revision for name, entry in given.rewards.items()}
     digests = reward_digests(given.rewards, revisions)
     entries = [told(entry, revisions[name]) for name, entry in given.rewards.items()]

@@ -37,6 +37,8 @@ LIGHT = (
     "retouch.use.comparison",
     "retouch.use.exporting",
     "retouch.use.items",
+    "retouch_glyphs.scorers.glyph_structure",
+    "retouch_glyphs.scorers.recognizer",
 )
 """In any order: what one of them imports, all do."""
 

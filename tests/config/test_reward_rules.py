@@ -184,7 +184,8 @@ def test_what_is_not_trained_is_refused_by_check_and_by_training_alone(
 
 def test_columns_of_evaluations_are_the_refused_names() -> None:
     pytest.importorskip("torch")
-    from retouch.training.evaluation import FACETS, Evaluation
+    from retouch.data.formats import FACETS
+    from retouch.training.evaluation import Evaluation
 
     row = dict.fromkeys([*COLUMNS, "ocr"], 0.5)
     assert Evaluation([row], []).means().keys() - COLUMNS == {"ocr"}

@@ -6,7 +6,7 @@ import unicodedata
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageDraw
 
 from retouch.imaging import glyphs
 from retouch.imaging.glyphs import (
@@ -14,18 +14,12 @@ from retouch.imaging.glyphs import (
     FontsMissing,
     fit_font,
     font,
-    font_likeness,
     glyph_correlation,
-    ink_colour,
     ink_of,
     write_spaced,
 )
 from retouch.imaging.lines import folded
 from retouch.imaging.masks import Box
-from retouch.tiny.signs import (
-    draw_sign,
-    draw_words,
-)
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 WORDS = ("MOON", "KIGE", "TAHI", "BATOMU", "Ocean")
@@ -160,31 +154,6 @@ def test_missing_fonts_name_the_package(monkeypatch: pytest.MonkeyPatch) -> None
     assert str(caught.value) == 'font Nowhere is not installed: pip install "retouch[train]"'
 
 
-# --- style ---
-
-
-def test_font_and_ink_of_true_signs() -> None:
-    """What the style benchmark measures with: every font is told, inks exactly."""
-    signs = [draw_sign(word, (32, 64), 3) for word in draw_words(40, "held_out", 3)]
-    images = [(np.asarray(s.picture), np.asarray(s.mask)) for s in signs]
-
-    def font_of(image: tuple[np.ndarray, np.ndarray], word: str) -> str:
-        likeness = font_likeness(*image, word)
-        return max(likeness, key=likeness.__getitem__)
-
-    assert all(font_of(image, s.word) == s.face for image, s in zip(images, signs, strict=True))
-    likeness = font_likeness(*images[0], signs[0].word)
-    assert likeness[signs[0].face] > 0.95 and max(v for f, v in likeness.items() if f != signs[0].face) < 0.9
-    blurred = [
-        (np.asarray(s.picture.filter(ImageFilter.GaussianBlur(0.7))), m)
-        for s, (_, m) in zip(signs, images, strict=True)
-    ]
-    assert sum(font_of(image, s.word) == s.face for image, s in zip(blurred, signs, strict=True)) >= 38
-    for image, sign in zip(images, signs, strict=True):
-        assert np.abs(np.subtract(ink_colour(*image), sign.ink)).max() <= 1
-    assert not any(font_likeness(np.full((32, 64, 3), 200, np.uint8), images[0][1], "MOON").values())
-
-
 # --- letters and lines ---
 
 
@@ -204,7 +173,7 @@ def test_fonts_without_a_letter_are_skipped() -> None:
     renderings = [glyphs.rendered_ink(("ΩΩΩ",), name, spaced) for name in FONTS if having[name] for spaced in (0, 1)]
     ink = ink_of(boxes[6:42, 8:120])
     assert ink is not None
-    expected = max(glyphs._correlation(ink, other) for other in renderings)
+    expected = max(glyphs.correlation(ink, other) for other in renderings)
     assert glyph_correlation(boxes, hole(), "ΩΩΩ") == expected
 
 

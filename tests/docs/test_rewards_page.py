@@ -17,12 +17,12 @@ from retouch.rewards import REWARDS
 from retouch.rewards.protocol import FAILURE_CODES, RewardItem
 from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.scorers.preservation import PreservationReward
-from retouch.text_recognizer import FOLDER
 from retouch.tiny.signs import (
     draw_sign,
     draw_words,
     write_signs,
 )
+from retouch_glyphs.text_recognizer import FOLDER
 from tests.rewards.fakes import serving
 
 from .pages import REPOSITORY, blocks, commands

@@ -29,7 +29,7 @@ from retouch.doctor.memory import (
     memory_parts,
     report_memory,
 )
-from retouch.doctor.model import Found, find_model
+from retouch.doctor.model import FoundModel, find_model
 from retouch.doctor.networks import build_networks
 from retouch.engine.saved import complete_checkpoints
 from retouch.families import FAMILIES
@@ -159,7 +159,7 @@ TRAINED_BY_FAMILY = [
 ]
 
 
-def counted_of(run: RunConfig, found: Found | None = None) -> Counted:
+def counted_of(run: RunConfig, found: FoundModel | None = None) -> Counted:
     counted = count_weights(run, build_networks(run.model, found or find_model(run.model)))
     assert counted is not None
     return counted
@@ -226,7 +226,7 @@ def test_the_style_adapter_of_the_released_network_by_hand(train: dict[str, Any]
     run = run_of("flux_fill", default, dtype="bf16", path="black-forest-labs/FLUX.1-Fill-dev")
     data = run.data.model_copy(update={"resolution": 512})
     run = run.model_copy(update={"data": data, "ema": None})
-    counted = counted_of(run, Found(missing="elsewhere"))
+    counted = counted_of(run, FoundModel(missing="elsewhere"))
     assert (counted.trained, counted.adapter, counted.frozen) == (trained, frozen, FLUX)
     assert not counted.whole and counted.others.keys() == {"vae", "text_encoder", "text_encoder_2"}
     counted = replace(counted, others={})
@@ -271,7 +271,7 @@ def test_scales_for_another_number_of_blocks_are_seen() -> None:
 
 def test_the_released_network_is_counted_without_its_files() -> None:
     run = run_of("sd_inpaint", {"kind": "lora", "rank": 32}, dtype="bf16")
-    counted = counted_of(run, Found(missing="elsewhere"))
+    counted = counted_of(run, FoundModel(missing="elsewhere"))
     assert (counted.trained, counted.frozen, counted.whole) == (6_377_472, 859_535_364, True)
     assert counted.others == {"vae": 83_653_863, "text_encoder": 123_060_480}
     counted = replace(counted, others={})
@@ -287,9 +287,9 @@ def test_the_released_network_is_counted_without_its_files() -> None:
     zero2 = sharded.model_copy(update={"training": sharded.training.model_copy(update={"sharding": "zero2"})})
     # weights, half of gradients, moments and DeepSpeed's copy of the weights
     assert device_bytes(zero2, counted, world_size=2) == 12 * 6_377_472 + 2 * 859_535_364
-    assert count_weights(run, build_networks(run.model, Found(problems=["no folder"]))) is None
+    assert count_weights(run, build_networks(run.model, FoundModel(problems=["no folder"]))) is None
     adapter = run_of("sd_inpaint", {"kind": "ip_adapter", "image_encoder": "some/encoder"})
-    assert count_weights(adapter, build_networks(adapter.model, Found(missing="elsewhere"))) is None
+    assert count_weights(adapter, build_networks(adapter.model, FoundModel(missing="elsewhere"))) is None
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_the_released_network_is_counted_without_its_files() -> None:
 )
 def test_stored_counts_are_those_of_the_networks(family: str, train: dict[str, Any], options: dict[str, Any]) -> None:
     run = run_of(family, train, FAMILIES[family].spec.hub_ids[0], **options)
-    assert count_released(run) == counted_of(run, Found(missing="elsewhere"))
+    assert count_released(run) == counted_of(run, FoundModel(missing="elsewhere"))
 
 
 @pytest.mark.parametrize("family", FAMILIES.available())

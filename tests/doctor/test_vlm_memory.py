@@ -28,7 +28,7 @@ from retouch.doctor.launch import Launch, read_launch
 from retouch.doctor.memory import memory_table, report_memory
 from retouch.doctor.model import find_model
 from retouch.doctor.networks import build_networks
-from retouch.doctor.vlm_memory import BUCKET, LIVE, TextEncoder, make_text_encoder, vlm_parts
+from retouch.doctor.vlm_memory import BUCKET, LIVE, PolicyEncoder, make_text_encoder, vlm_parts
 from retouch.families.loading import DTYPES
 from retouch.families.meta import (
     to_run_without_data,
@@ -274,8 +274,8 @@ LORA = 28 * 64 * (2 * (3584 + 3584) + 2 * (3584 + 512))
 VLM, SEES, DIT, VAE = 8_292_166_656, 676_550_144, 20_430_401_088, 126_892_531
 
 
-def policy_of(trained: int, trained_bytes: int, frozen: int, frozen_bytes: int) -> TextEncoder:
-    return TextEncoder(None, trained, trained_bytes, frozen, frozen_bytes, autocasts=False)
+def policy_of(trained: int, trained_bytes: int, frozen: int, frozen_bytes: int) -> PolicyEncoder:
+    return PolicyEncoder(None, trained, trained_bytes, frozen, frozen_bytes, autocasts=False)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from retouch.adapters.lora import add_lora, save_lora
 from retouch.doctor.model import find_model
 from retouch.doctor.networks import build_networks
 from retouch.families.base import TrainFull, TrainLora
-from retouch.families.flux2.base import flux2_shift, mask_cells
+from retouch.families.flux2.base import flux2_shift, rounded_mask_cells
 from retouch.families.flux2_klein.model import Flux2Klein
 from retouch.families.flux2_klein.spec import Flux2KleinModel
 from retouch.families.loading import ModelFilesError, load_model
@@ -186,7 +186,7 @@ def test_a_mask_is_rounded_on_the_grid_of_the_latents(pipeline: Any) -> None:
     mask[0, 0, 12:36, 4:61] = 1
     soft = inpaint.prepare_mask_latents(mask, 1, 1, 64, 80, torch.float32, "cpu")
     assert set(soft.unique().tolist()) == {0.0, 0.25, 0.5, 1.0}
-    torch.testing.assert_close(mask_cells(mask, 8).flatten(2).transpose(1, 2), (soft >= 0.5).float())
+    torch.testing.assert_close(rounded_mask_cells(mask, 8).flatten(2).transpose(1, 2), (soft >= 0.5).float())
 
 
 def test_the_schedule_is_the_pipelines(pipeline: Any, model: Flux2Klein) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from retouch.adapters.lora import add_lora
 from retouch.doctor import networks
-from retouch.doctor.model import Found, find_model, loaded
+from retouch.doctor.model import FoundModel, find_model, loaded
 from retouch.engine.speed import compile_blocks
 from retouch.families import FAMILIES
 from retouch.families.base import TrainFull, TrainLora
@@ -313,7 +313,7 @@ def test_a_folder_without_t5_loads_with_zeros_in_its_place(
     assert found.problems == [] and "text_encoder_3" not in loaded(section, embedded=False, folder=found.folder)
     asked: list[str] = []
     monkeypatch.setattr(networks, "_fetched", lambda hub_id, file, known: asked.append(file) or tmp_path)
-    of_the_hub = networks.build_networks(Sd3Model(path="somebody/sd3"), Found(missing="not here"), download=True)
+    of_the_hub = networks.build_networks(Sd3Model(path="somebody/sd3"), FoundModel(missing="not here"), download=True)
     assert of_the_hub.whole and "text_encoder_3" not in of_the_hub.parts and "text_encoder_3/config.json" not in asked
     (tmp_path / "model_index.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelFilesError, match=r"model_index.json is damaged .*copy the model anew"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.load import load_benchmark
-from retouch.benchmarks.observations import Asked, Observations
+from retouch.benchmarks.observations import Observations, OutputIdentity
 from retouch.benchmarks.outputs import Shard
 from retouch.errors import ConfigError, RetouchError
 from retouch.types import Failure, Score
@@ -89,7 +89,7 @@ def test_options(folder: Path, given_: str, path: str) -> None:
     attempt("benchmark options", read, RetouchError)
 
 
-ASKED = Asked("a.png", "1" * 32, "2" * 32)
+ASKED = OutputIdentity("a.png", "1" * 32, "2" * 32)
 OUTCOMES = {"ocr": Score(0.5, {"ned": 0.5}), "judge": Failure("unavailable", "later", True)}
 DIGESTS = {"ocr": "3" * 24, "judge": "4" * 24}
 

@@ -125,7 +125,7 @@ def placements() -> Iterator[Counter[str]]:
     def watched(self: OffloadedNetworks) -> None:
         before = self.moves
         arrive(self)
-        names = {type(network).__name__ for network in self._networks()}
+        names = {type(network).__name__ for network in self.networks}
         moved.update(dict.fromkeys(names, self.moves - before))
 
     with mock.patch.object(OffloadedNetworks, "_arrive", watched):

@@ -15,13 +15,14 @@ from torch.nn import functional
 
 from retouch.errors import FontsMissing
 from retouch.files.saved_tensors import load_frozen
-from retouch.glyph_structure import FOLDERS, LETTERS, WEIGHTS, GlyphNetwork, Variant, packaged
-from retouch.tiny import broken_letters as drawing
-from retouch.tiny.broken_letters import CAP, STRUCTURAL, TEST_FONTS, TRAIN_FONTS, broken_ink, draw_pair
-from retouch.tiny.glyph_structure import (
+from retouch.tiny.training import CARD
+from retouch_glyphs.glyph_structure import FOLDERS, LETTERS, WEIGHTS, GlyphNetwork, Variant, packaged
+from retouch_glyphs.tiny import broken_letters as drawing
+from retouch_glyphs.tiny.broken_letters import CAP, STRUCTURAL, TEST_FONTS, TRAIN_FONTS, broken_ink, draw_pair
+from retouch_glyphs.tiny.glyph_structure import (
     SHARES,
-    Robust,
-    Training,
+    RobustTraining,
+    StructureTraining,
     attack,
     attacked_probabilities,
     auc,
@@ -32,7 +33,6 @@ from retouch.tiny.glyph_structure import (
     tensors_of,
     train,
 )
-from retouch.tiny.training import CARD
 
 FONTS = ["FredokaOne", "Caladea"]
 CARDS: dict[Variant, dict[str, Any]] = {
@@ -42,12 +42,12 @@ CARDS: dict[Variant, dict[str, Any]] = {
 
 @pytest.mark.parametrize("defect", STRUCTURAL)
 def test_a_pair_differs_in_its_defect_alone(defect: str) -> None:
-    whole, broken = draw_pair(FONTS, 3, {defect: 1.0}, drawing.Setting(alone=True, heights=(32, 32), lowest=None))
+    whole, broken = draw_pair(FONTS, 3, {defect: 1.0}, drawing.LetterSetting(alone=True, heights=(32, 32), lowest=None))
     assert (whole.asked, whole.font, whole.defect, broken.defect) == (broken.asked, broken.font, None, defect)
     assert whole.pixels.shape == broken.pixels.shape
     changed = np.abs(whole.pixels.astype(int) - broken.pixels).max(2) > 0
     assert 0 < changed.mean() < 0.9
-    again = draw_pair(FONTS, 3, {defect: 1.0}, drawing.Setting(alone=True, heights=(32, 32), lowest=None))
+    again = draw_pair(FONTS, 3, {defect: 1.0}, drawing.LetterSetting(alone=True, heights=(32, 32), lowest=None))
     assert np.array_equal(again[1].pixels, broken.pixels)
 
 
@@ -79,7 +79,7 @@ def test_a_change_of_less_than_a_hundredth_is_no_defect(monkeypatch: pytest.Monk
         return changed
 
     monkeypatch.setattr(drawing, "broken_ink", nearly)
-    draw_pair(FONTS, 0, {"erase": 1.0}, drawing.Setting(alone=True))
+    draw_pair(FONTS, 0, {"erase": 1.0}, drawing.LetterSetting(alone=True))
     assert len(tried) == 8
 
 
@@ -133,13 +133,13 @@ def test_areas_by_hand() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recipe", [Training, Robust])
-def test_the_recipe_writes_the_same_network_again(recipe: type[Training], tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", [StructureTraining, RobustTraining])
+def test_the_recipe_writes_the_same_network_again(recipe: type[StructureTraining], tmp_path: Path) -> None:
     training = recipe(letters=16, epochs=2, batch=8, test_letters=8)
     for name in "ab":
         found = build_structure(tmp_path / name, 5, training, FONTS)
     assert {*found["auc"]["letters of test fonts"]} >= {"all"} and found["fonts"]["train"] == FONTS
-    assert ("auc under attack" in found) == (recipe is Robust)
+    assert ("auc under attack" in found) == (recipe is RobustTraining)
     files = [(tmp_path / name / WEIGHTS).read_bytes() for name in "ab"]
     assert files[0] == files[1] and len(files[0]) < 600_000
     assert (tmp_path / "a" / CARD).read_text() == (tmp_path / "b" / CARD).read_text()
@@ -200,7 +200,7 @@ def test_an_attack_leaves_the_network_as_it_was() -> None:
 def test_the_robust_network_is_trained_on_perturbed_letters() -> None:
     """From the standard one: with a perturbation of almost nothing the weights end elsewhere."""
     letters = drawing.draw_letters(8, FONTS, 0, SHARES)
-    some, none = (train(letters, Robust(epochs=1, batch=8, epsilon=epsilon), 0) for epsilon in (1.0, 1e-6))
+    some, none = (train(letters, RobustTraining(epochs=1, batch=8, epsilon=epsilon), 0) for epsilon in (1.0, 1e-6))
     start, *ends = (network.state_dict()["broken.weight"] for network in (packaged(), some, none))
     assert not torch.equal(ends[0], ends[1])
     assert all(0 < (end - start).abs().max() < 0.01 for end in ends)

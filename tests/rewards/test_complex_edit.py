@@ -14,7 +14,6 @@ from retouch.config import ConfigError
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.scorers.complex_edit import published_overall
 from retouch.rewards.scorers.judged import read_integers
 from retouch.types import Failure, Outcome, Score
 from tests.rewards.fakes import item, score_checked, values
@@ -258,17 +257,3 @@ def test_published_texts_that_are_missing(tmp_path: Path) -> None:
     (tmp_path / "prompt_quality.py").write_text("A = 1", encoding="utf-8")
     with pytest.raises(ConfigError, match="has no text PERCEPTUAL_QUALITY_PROMPT_W_RUBRIC_WO_INST"):
         make_scorer("complex_edit", {**asked, "prompts": str(tmp_path)})
-
-
-def test_the_published_combination_equals_the_published_script() -> None:
-    path = Path(__file__).parents[1] / "benchmarks_data/complex_edit.json"
-    recorded = json.loads(path.read_text(encoding="utf-8"))
-    for one in recorded["items"]:
-        following, kept = (sum(pair[i] for pair in one["alignment"]) / len(one["alignment"]) for i in (0, 1))
-        quality = sum(one["quality"]) / len(one["quality"])
-        parts = {
-            "instruction_following": following, "identity_preservation": kept, "perceptual_quality": quality
-        }  # fmt: skip
-        assert parts | {"overall": published_overall(parts)} == pytest.approx(one["expected"], abs=1e-9)
-    overall = sum(one["expected"]["overall"] for one in recorded["items"]) / len(recorded["items"])
-    assert overall == pytest.approx(recorded["totals"]["overall"], abs=1e-9)

@@ -91,7 +91,6 @@ def test_a_weight_of_0_logs_a_reward_and_its_failures_and_no_more(table: Table) 
     scores = scored(table(entries, ocr=constant(0.5), preservation=watched), items(2))
     assert scores.combined() == [0.5, 0.5]
     assert scores.values("kept") == [9.0, None] and scores.failures() == [("kept", Failure("bad_item", "no"))]
-    assert scores.counted().failures() == []
 
 
 def test_outcomes_come_back_in_the_order_of_the_items(table: Table) -> None:

@@ -11,18 +11,18 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from retouch.glyph_structure import LETTERS, letter_pixels, packaged, structure_of
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.character_boxes import aligned, spans
-from retouch.rewards.scorers.glyph_structure import (
+from retouch.tiny.signs import draw_sign
+from retouch.types import Failure, Score
+from retouch_glyphs.glyph_structure import LETTERS, letter_pixels, packaged, structure_of
+from retouch_glyphs.scorers.character_boxes import aligned, spans
+from retouch_glyphs.scorers.glyph_structure import (
     GlyphStructureReward,
     GlyphStructureScorer,
     equal_slices,
     fitted_slices,
 )
-from retouch.tiny.broken_letters import draw_word
-from retouch.tiny.signs import draw_sign
-from retouch.types import Failure, Score
+from retouch_glyphs.tiny.broken_letters import draw_word
 
 
 def sign(word: str = "MOKA", text: str | None = None, height: int = 64) -> RewardItem:

@@ -28,6 +28,7 @@ from PIL import Image
 from retouch.imaging.reading import as_shown
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.protocol import CheckedScorer, RewardItem
+from retouch.rewards.server import frames
 from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.frames import (
     HEAD_BYTES,
@@ -545,6 +546,21 @@ def test_labels_are_escaped() -> None:
 
 
 # --- frames between front and worker ---
+
+
+def test_places_in_a_frame_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not anew for every image: of N images each place costs one length."""
+    asked = 0
+
+    class Chunk(bytes):
+        def __len__(self) -> int:
+            nonlocal asked
+            asked += 1
+            return super().__len__()
+
+    monkeypatch.setattr(frames, "raw_bytes", lambda pixels: Chunk(pixels.tobytes()))
+    rows, chunks = pack_items([item(i) for i in range(20)])
+    assert asked == len(rows) == len(chunks) == 20
 
 
 def test_items_and_outcomes_survive_the_frames_to_the_bit() -> None:

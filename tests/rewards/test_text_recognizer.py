@@ -16,14 +16,15 @@ import torch
 from pydantic import ValidationError
 
 from retouch.config import ConfigError
-from retouch.files.model_files import tiny_path
 from retouch.imaging.glyphs import FONTS
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.protocol import CheckedScorer, RewardItem
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.scorers.recognizer import LOWEST, RecognizerReward, RecognizerScorer
 from retouch.rewards.text_distance import edit_distance
-from retouch.text_recognizer import (
+from retouch.tiny.signs import draw_sign, draw_words
+from retouch.types import Failure, Score
+from retouch_glyphs.scorers.recognizer import LOWEST, RecognizerReward, RecognizerScorer
+from retouch_glyphs.text_recognizer import (
     CHARACTERS,
     FOLDER,
     HEIGHT,
@@ -36,11 +37,17 @@ from retouch.text_recognizer import (
     read_greedily,
     width_of,
 )
-from retouch.tiny.broken_letters import TEST_FONTS, names_of
-from retouch.tiny.signs import draw_sign, draw_words
-from retouch.tiny.text_recognizer import Training, accuracy, batches_of, build_recognizer, sign_crops
-from retouch.tiny.written_lines import LINE_FONTS, TESTED, UNSEEN_FONTS, Setting, draw_line, draw_lines, random_text
-from retouch.types import Failure, Score
+from retouch_glyphs.tiny.broken_letters import TEST_FONTS, names_of
+from retouch_glyphs.tiny.text_recognizer import RecognizerTraining, accuracy, batches_of, build_recognizer, sign_crops
+from retouch_glyphs.tiny.written_lines import (
+    LINE_FONTS,
+    TESTED,
+    UNSEEN_FONTS,
+    LineSetting,
+    draw_line,
+    draw_lines,
+    random_text,
+)
 
 INSTALLED = [name for name in names_of(TEST_FONTS) if name != "Aileron"]
 """Fonts of the packages that tests have; the training needs more."""
@@ -131,10 +138,10 @@ def test_a_line_depends_on_its_number_and_the_seed_alone() -> None:
 
 def test_centres_are_in_order_and_over_the_ink() -> None:
     for seed in range(12):
-        line = draw_line(["FredokaOne"], seed, Setting((48, 48), hard=seed % 2 == 0))
+        line = draw_line(["FredokaOne"], seed, LineSetting((48, 48), hard=seed % 2 == 0))
         assert len(line.centres) == len(line.text) and list(line.centres) == sorted(line.centres)
         assert 12 <= len(line.pixels) <= 48 and line.centres[0] >= 0 and line.centres[-1] < 1
-    line = draw_line(["FredokaOne"], 3, Setting((48, 48), hard=False))
+    line = draw_line(["FredokaOne"], 3, LineSetting((48, 48), hard=False))
     grey = line.pixels.astype(float).mean(2)
     ink = np.abs(grey - np.median(grey[[0, -1]])).mean(0)
     places = [int(c * len(ink)) for c, letter in zip(line.centres, line.text, strict=True) if letter not in " uvUV"]
@@ -164,7 +171,7 @@ def test_sign_crops_are_held_out_words() -> None:
 
 @pytest.mark.full
 def test_a_small_training_learns_and_repeats(tmp_path: Path) -> None:
-    training = Training(lines=96, epochs=2, batch=16, test_lines=12)
+    training = RecognizerTraining(lines=96, epochs=2, batch=16, test_lines=12)
     cards = [build_recognizer(tmp_path / name, 1, training, ["FredokaOne"]) for name in ("a", "b")]
     files = [(tmp_path / name / WEIGHTS).read_bytes() for name in ("a", "b")]
     assert files[0] == files[1] and cards[0]["letters"] == cards[1]["letters"]
@@ -260,4 +267,3 @@ def test_options_and_revision() -> None:
     }
     assert len(revisions) == 4 and all(len(revision.split()[0]) == 12 for revision in revisions)
     assert make_scorer("recognizer").spec.range == (-LOWEST, 1.0)
-    assert tiny_path("text_recognizer") == FOLDER

@@ -109,6 +109,8 @@ def _export_adapter(weights: Path, to: str, out: Path) -> Path:
     if needed is not None and shape.head not in needed:
         raise ConfigError(f"--to: given {to!r}, which has no place for a {shape.head} adapter; use --to ip-adapter")
     family = file.metadata.get("family", "flux_fill")
+    # The other programs have family and number of tokens in their code and read neither from the file. This check
+    # rejects other adapters, because it can name the remedy.
     if to == "comfyui" and not _is_for_flux(family):
         raise ConfigError(
             f"--to: given 'comfyui', which reads adapters of FLUX; this one is of {family}; use --to ip-adapter"

@@ -309,6 +309,8 @@ def _shape_of(tensors: Mapping[str, Tensor], path: Path) -> AdapterShape:
         inner = tuple(tensors[f"ip_adapter.{n}.to_k_ip.weight"].shape[0] for n in numbers)
     except (KeyError, IndexError) as error:
         raise AdapterFileError(f"{path}: {str(error).strip(chr(39))} is missing, or no matrix") from None
+    # The last projection writes all tokens in one row, and the norm behind it has the width of one: the number of
+    # tokens is their quotient. Only a query former divides that width among heads.
     former = any(key.startswith("image_proj_qformer.") for key in tensors)
     if not (flat and token_width) or flat % token_width or (former and token_width % HEADS):
         raise AdapterFileError(f"{path}: its {flat} outputs are no whole number of tokens of width {token_width}")

@@ -66,6 +66,8 @@ def train_ip_adapter(network: Any, train: TrainIpAdapter, spec: FamilySpec, seed
     scale = train.scale if train.scale is not None else given.scale if given is not None else 1.0
     adapter.set_scale(scale)
     adapter.set_value_norm(value_norm_of(train, given))
+    # Trained weights stay fp32, in which small updates are not lost to rounding; frozen ones take the precision of the
+    # network.
     for key, parameter in adapter.parameters().items():
         parameter.requires_grad_(is_trained(key, train.weights))
         if not parameter.requires_grad:

@@ -50,7 +50,7 @@ def reward_digests(entries: Mapping[str, RewardEntry], revisions: Mapping[str, s
 
 
 @dataclass(frozen=True)
-class Asked:
+class OutputIdentity:
     """Identity of one output's outcome: its official name, and hashes of what a scorer receives.
 
     Attributes:
@@ -63,7 +63,7 @@ class Asked:
     item: str
 
 
-def asked_of(file: str, item: RewardItem) -> Asked:
+def asked_of(file: str, item: RewardItem) -> OutputIdentity:
     """The identity of an output, from the item that a scorer receives: an option of the benchmark, of its data or of
     the preparation of images counts exactly if it changes that."""
     image = hashlib.blake2b(digest_size=16)
@@ -71,7 +71,9 @@ def asked_of(file: str, item: RewardItem) -> Asked:
         pixels: Pixels | None = getattr(item, name)
         image.update(b"-" if pixels is None else repr((name, pixels.shape)).encode() + pixels.tobytes())
     text = json.dumps([item.prompt, dict(item.metadata)], sort_keys=True, default=str)
-    return Asked(file, image.hexdigest(), hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest())
+    return OutputIdentity(
+        file, image.hexdigest(), hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
+    )
 
 
 class Observations:
@@ -86,8 +88,8 @@ class Observations:
             ConfigError: one of them is a pipe, a device or a folder.
         """
         self.path = folder / (f"{name}.{part}.jsonl" if part else f"{name}.jsonl")
-        self._known: dict[tuple[Asked, str, str], Outcome] = {}
-        self._revisions: dict[tuple[Asked, str, str], str] = {}
+        self._known: dict[tuple[OutputIdentity, str, str], Outcome] = {}
+        self._revisions: dict[tuple[OutputIdentity, str, str], str] = {}
         files = sorted(folder.glob("*.jsonl"))
         for path in (path for path in files if path.name == f"{name}.jsonl" or path.name.startswith(f"{name}.")):
             if not path.is_file():
@@ -96,11 +98,11 @@ class Observations:
                 self._read(line)
         self._cut_off = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")
 
-    def outcome(self, asked: Asked, reward: str, digest: str) -> Outcome | None:
+    def outcome(self, asked: OutputIdentity, reward: str, digest: str) -> Outcome | None:
         """The outcome of a reward (see `reward_digest`) on an output; None if there is none."""
         return self._known.get((asked, reward, digest))
 
-    def outdated(self, asked: Iterable[Asked], digests: Mapping[str, str]) -> int:
+    def outdated(self, asked: Iterable[OutputIdentity], digests: Mapping[str, str]) -> int:
         """The number of outcomes on some outputs that are on record for the same reward and file, but for other pixels,
         options or another revision alone.
 
@@ -114,13 +116,13 @@ class Observations:
             for name, digest in digests.items()
         )
 
-    def revision(self, asked: Asked, reward: str, digest: str) -> str:
+    def revision(self, asked: OutputIdentity, reward: str, digest: str) -> str:
         """The revision that gave the outcome on record, fingerprints included; "" if it is not known."""
         return self._revisions.get((asked, reward, digest), "")
 
     def add(
         self,
-        scored: Iterable[tuple[Asked, Mapping[str, Outcome]]],
+        scored: Iterable[tuple[OutputIdentity, Mapping[str, Outcome]]],
         digests: Mapping[str, str],
         revisions: Mapping[str, str] | None = None,
     ) -> None:
@@ -149,7 +151,7 @@ class Observations:
         missing."""
         try:
             told = cast("dict[str, Any]", plain_json.loads(_opened(line), finite=True))
-            asked = Asked(*(_text(told[name]) for name in ("file", "image", "item")))
+            asked = OutputIdentity(*(_text(told[name]) for name in ("file", "image", "item")))
             found = {
                 name: (_text(one["by"]), _outcome(one), _text(one.get("revision", "")))
                 for name, one in told["outcomes"].items()
@@ -161,7 +163,7 @@ class Observations:
             if not (isinstance(before, Score) and isinstance(outcome, Failure)):  # files of shards have no order
                 self._note((asked, name, digest), outcome, revision)
 
-    def _note(self, key: tuple[Asked, str, str], outcome: Outcome, revision: str) -> None:
+    def _note(self, key: tuple[OutputIdentity, str, str], outcome: Outcome, revision: str) -> None:
         self._known[key] = outcome
         self._revisions[key] = revision
 

@@ -22,7 +22,7 @@ from retouch.types import Failure
 
 
 @dataclass(frozen=True)
-class Column:
+class ResultColumn:
     """The outputs of one set of weights, or of another program.
 
     Attributes:
@@ -49,7 +49,7 @@ class Column:
 
 def result_of(
     benchmark: Benchmark,
-    columns: Mapping[str, Column],
+    columns: Mapping[str, ResultColumn],
     data: Mapping[str, Any],
     rewards: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def result_of(
 class _Measures:
     """The measures of some outputs: those of the benchmark, and the mean of every reward that none of these reads."""
 
-    def __init__(self, benchmark: Benchmark, columns: Mapping[str, Column]) -> None:
+    def __init__(self, benchmark: Benchmark, columns: Mapping[str, ResultColumn]) -> None:
         self._benchmark = benchmark
         rows = [row for column in columns.values() for row in column.rows]
         measures = self._summary(rows)
@@ -143,7 +143,7 @@ class _Measures:
 
 def _departures(
     benchmark: Benchmark,
-    columns: Mapping[str, Column],
+    columns: Mapping[str, ResultColumn],
     data: Mapping[str, Any],
     rewards: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
@@ -152,9 +152,12 @@ def _departures(
     items, expected = data["items"], benchmark.official_items()
     if data.get("unusable_items"):
         found.append(f"{data['unusable_items']} items cannot be used")
+    # A share and a limit are departures that the benchmark names itself; beside them the number of items means nothing.
     if benchmark.held_out_share is None and benchmark.limit is None and expected not in (None, items):
         found.append(f"{items} of {expected} items" if items < expected else f"{items} items instead of {expected}")
     for reward, model in benchmark.official.scorers.items():
+        # Several servers can have scored, each with its own revision: the first that is not the published model is
+        # named.
         told = rewards.get(reward, {})
         revisions = map(str, told.get("revisions", [told["revision"]] if told else []))
         if other := next((revision for revision in revisions if not is_of(model, revision)), None):
@@ -195,7 +198,7 @@ def _names(revision: str) -> list[str]:
 
 
 def _intervals(
-    measured: _Measures, columns: Mapping[str, Column]
+    measured: _Measures, columns: Mapping[str, ResultColumn]
 ) -> tuple[dict[str, dict[str, list[float]]], dict[str, dict[str, list[float]]]]:
     """95 % intervals of the measures of each column, and of their differences between neighbouring columns as [value,
     low, high]: both bootstrapped over items; the differences over the images that both columns have, and each reward

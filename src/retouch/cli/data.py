@@ -14,6 +14,7 @@ from retouch.config import load_run
 from retouch.config.errors import nearest
 from retouch.errors import ConfigError
 from retouch.files.disk import writing
+from retouch.tiny import BUILDERS
 
 app = typer.Typer(no_args_is_help=True, help="Validate, split, precompute or synthesise data.")
 tiny = typer.Typer(no_args_is_help=True, help="Train tiny bases that run on a CPU.")
@@ -134,8 +135,8 @@ def build(
     family: Annotated[
         str,
         typer.Argument(
-            help="Model family, image_encoder for the references of tiny runs, or glyph_structure, "
-            "glyph_structure_robust or text_recognizer for a reward."
+            help="Model family, image_encoder for the references of tiny runs, or a network of a reward: "
+            f"{', '.join(sorted(BUILDERS))}."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write, in the hub's layout.")],
@@ -143,21 +144,10 @@ def build(
 ) -> None:
     """Train a tiny base from scratch on a CPU, and measure it on held-out texts (or instructions, or fonts)."""
     start_logging()
-    from retouch.tiny.editing import build_edit
-    from retouch.tiny.glyph_structure import Robust, build_structure
-    from retouch.tiny.image_encoder import build_encoder
-    from retouch.tiny.text_recognizer import build_recognizer
     from retouch.tiny.training import empty_folder
-    from retouch.tiny.writing import SCHEDULES, build_and_measure
 
-    builders = {name: partial(build_and_measure, name) for name in SCHEDULES}
-    builders |= {"image_encoder": build_encoder, "qwen_image_edit": build_edit, "glyph_structure": build_structure}
-    builders |= {
-        "text_recognizer": build_recognizer,
-        "glyph_structure_robust": partial(build_structure, training=Robust()),
-    }
-    if family not in builders:
-        raise ConfigError(f"FAMILY: given {family!r}; {nearest(family, builders)}")
+    if family not in BUILDERS:
+        raise ConfigError(f"FAMILY: given {family!r}; {nearest(family, BUILDERS)}")
     with writing(out), empty_folder(out):
-        result = builders[family](out, seed)
+        result = BUILDERS[family](out, seed)
     typer.echo(json.dumps(result, indent=2))

@@ -79,7 +79,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoringCost:
     """A reward in an epoch.
 
     Attributes:
@@ -114,7 +114,7 @@ class Cost:
     epoch_seconds: float | None = None
     rollout_seconds: float | None = None
     judges: Mapping[str, Judged] = field(default_factory=dict[str, Judged])
-    scored: Mapping[str, Scored] = field(default_factory=dict[str, Scored])
+    scored: Mapping[str, ScoringCost] = field(default_factory=dict[str, ScoringCost])
     checkpoints: int = 0
     checkpoint_bytes: int | None = None
     unknown: tuple[str, ...] = ()
@@ -293,7 +293,7 @@ def images_scored(entry: RewardEntry, images: float, evaluated: float) -> tuple[
     return (images if entry.role == "train" else 0.0), (0.0 if entry.compares_group() else evaluated)
 
 
-def scored(run: RunConfig, epoch: int, world_size: int, hidden: float | None) -> Iterator[tuple[str, Scored]]:
+def scored(run: RunConfig, epoch: int, world_size: int, hidden: float | None) -> Iterator[tuple[str, ScoringCost]]:
     """Every trained reward whose time is known, by its name.
 
     Args:
@@ -309,7 +309,7 @@ def scored(run: RunConfig, epoch: int, world_size: int, hidden: float | None) ->
         seconds = epoch * (questions * SECONDS_A_QUESTION or entry.seconds_an_image())
         if seconds:
             needed = math.ceil(seconds / hidden) if hidden else None
-            yield name, Scored(seconds / instances, instances, needed, bool(questions))
+            yield name, ScoringCost(seconds / instances, instances, needed, bool(questions))
 
 
 def cost_lines(run: RunConfig, known: Cost) -> list[str]:
@@ -354,7 +354,7 @@ def forward_told(run: RunConfig) -> str:
     return f"{cpu} rows of the network in training" + (f" on a CPU, {gpu} on a GPU" if cpu != gpu else "")
 
 
-def reward_told(one: Scored) -> str:
+def reward_told(one: ScoringCost) -> str:
     kind, more = ("question", "questions at once") if one.asks else ("instance", "replicas")
     instances = f"{one.instances} {kind}{'s' if one.instances > 1 else ''}" + (" at once" if one.asks else "")
     needed = ""

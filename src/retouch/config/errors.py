@@ -50,6 +50,9 @@ def _line(kind: str, problem: Any, root: type[BaseModel]) -> str:
     loc: Sequence[int | str] = problem["loc"]
     path, section = walk(root, loc)
     key = ".".join(path)
+    # One branch for each kind of error whose text pydantic writes with Python's types and its own classes, which a
+    # reader of YAML does not know. The message of the section's own validator only gets the key, unless it begins with
+    # one.
     if kind == "extra_forbidden":
         _, model = walk(root, loc[:-1])
         former = {old: new for c in model.__mro__ for old, new in getattr(c, "ALIASES", {}).items()} if model else {}

@@ -144,6 +144,8 @@ def _drop_unread(run: Mapping[str, Any], algorithm: object, typed: Collection[Ke
         if not isinstance(section, dict):
             continue
         for key, marks in sorted(reads_of(of).items()):
+            # A key that is set in this command stays, and `check` rejects it with a message: without it the run would
+            # silently be another one than the command describes.
             refused = any(isinstance(mark, ReadBy) and mark.what not in kind.READS for mark in marks)
             set_here = is_set((name, key), typed) or any(one[:2] == (name, key) for one in typed)
             if refused and key in section and not set_here:

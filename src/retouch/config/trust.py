@@ -43,6 +43,8 @@ def named(value: object, key: Key = ()) -> dict[Key, list[str]]:
         for name, info in type(value).model_fields.items():
             marks = [mark for mark in info.metadata if isinstance(mark, Names)]
             given = getattr(value, name)
+            # An option with marks is judged whole; of any other one the parts are, because sections and lists nest.
+            # Options that the kind of a section does not use are left out: nothing imports or calls what they name.
             if not marks:
                 found |= named(given, (*key, name))
             elif name not in unused and (others := foreign(given, marks[0])):

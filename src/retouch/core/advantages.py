@@ -203,6 +203,8 @@ class RewardRows:
         count, usable = len(self.names), self.usable
         std = [0.0] * count if self.reward_std is None else [float(s) for s in self.reward_std]
         by_win_rate = [False] * count if self.by_win_rate is None else [bool(r) for r in self.by_win_rate]
+        # A win rate takes differences within the std for ties. Its own std is therefore 0, or the same error would
+        # count twice.
         columns = self.values.clone()
         for i in range(count):
             if by_win_rate[i]:

@@ -18,7 +18,7 @@ from retouch.doctor.data import needs_no_t5
 from retouch.doctor.launch import Launch
 from retouch.doctor.line import Line, size
 from retouch.doctor.machine import Gpus
-from retouch.doctor.model import Found, downloaded, find_model, loaded
+from retouch.doctor.model import FoundModel, downloaded, find_model, loaded
 from retouch.doctor.networks import Networks, asked_adapter, build_networks
 from retouch.doctor.scorers import scorers_beside
 from retouch.families.base import Model, TrainFull, TrainIpAdapter, TrainLora
@@ -335,7 +335,7 @@ def _with_rewards(report: Mapping[str, Any], run: RunConfig, world_size: int) ->
     return {**report, **sums, "parts": [*report["parts"], *parts], "notes": [*report["notes"], *notes]}
 
 
-def dropped_tokens(model: Model, found: Found) -> int:
+def dropped_tokens(model: Model, found: FoundModel) -> int:
     """Number of tokens of a Qwen chat before the user's; the released number if the tokenizer is missing."""
     from transformers import AutoTokenizer
 

@@ -13,7 +13,7 @@ from retouch.files.model_files import Damaged, Shapes, has_component, json_objec
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundModel:
     """The files of a model on this machine.
 
     Attributes:
@@ -39,11 +39,11 @@ class Found:
         return None if self.folder is None else self.folder / name
 
 
-def find_model(model: Model, *, embedded: bool = False) -> Found:
+def find_model(model: Model, *, embedded: bool = False) -> FoundModel:
     """Inspect the folder of `model.path`: a local folder, one of the package, or the hub's cache.
 
     Args:
-        embedded: as of `Found`.
+        embedded: as of `FoundModel`.
     """
     try:
         from retouch.families.loading import (
@@ -53,21 +53,22 @@ def find_model(model: Model, *, embedded: bool = False) -> Found:
             transformer_folder,
         )
     except ImportError:
-        return Found(missing="not looked at: that needs the train extra")
+        return FoundModel(missing="not looked at: that needs the train extra")
     try:
         other = None if model.transformer is None else transformer_folder(model.transformer)
         path = component_path(model.path, model.family)
         folder = Path(path) if Path(path).is_dir() else downloaded(path)
         if folder is None:
+            # This is no problem of a folder: the run downloads it.
             away = f"{path} is not on this machine; the run downloads it (gated ones need HF_TOKEN)"
-            return Found(missing=away, embedded=embedded, transformer=other)
+            return FoundModel(missing=away, embedded=embedded, transformer=other)
         require_pipeline(str(folder), model.pipeline)
         networks = loaded(model, embedded=embedded, folder=folder)
     except ModelFilesError as error:
-        return Found(problems=[str(error)])
+        return FoundModel(problems=[str(error)])
     weights: dict[str, Shapes] = {}
     problems: list[str] = []
-    found = Found(folder, weights, problems, embedded=embedded, transformer=other)
+    found = FoundModel(folder, weights, problems, embedded=embedded, transformer=other)
     for name, expected in networks.items():
         place = found.network_folder(model, name)
         if place is None:
@@ -150,7 +151,7 @@ def _scheduler(model: Model, folder: Path) -> Iterator[str]:
         yield problem
 
 
-def model_lines(model: Model, found: Found) -> Iterator[Line]:
+def model_lines(model: Model, found: FoundModel) -> Iterator[Line]:
     """Lines on the model: complete and of the right class, or its problems."""
     if found.missing:
         yield Line("warning", "model", found.missing)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.config.errors import ConfigError
-from retouch.doctor.model import Found, loaded
+from retouch.doctor.model import FoundModel, loaded
 from retouch.errors import first_line
 from retouch.families.base import FamilySpec, Model, TrainIpAdapter
 from retouch.files import plain_json
@@ -36,7 +36,7 @@ class Networks:
     whole: bool = False
 
 
-def build_networks(model: Model, found: Found, *, download: bool = False) -> Networks:
+def build_networks(model: Model, found: FoundModel, *, download: bool = False) -> Networks:
     """Build the networks from their configs on the meta device. For a hub id that is not on this machine, build the
     trained network at its released size; for the Qwen families, the other networks too.
 
@@ -57,7 +57,7 @@ def build_networks(model: Model, found: Found, *, download: bool = False) -> Net
     folder = found.folder or (_fetch(model, embedded=found.embedded) if download else None)
     kinds = loaded(model, embedded=found.embedded, folder=folder)
     other = found.transformer or (_fetch_transformer(model) if download and folder is not None else None)
-    places = Found(folder, transformer=other)
+    places = FoundModel(folder, transformer=other)
     parts: dict[str, Any] = {}
     for name, kind in kinds.items():
         place = places.network_folder(model, name)

@@ -54,7 +54,7 @@ Around = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class TextEncoder:
+class PolicyEncoder:
     """The text encoder as TRL trains it, without data.
 
     Attributes:
@@ -102,7 +102,7 @@ def report_vlm(
     }
 
 
-def make_text_encoder(run: RunConfig, model: Any, mode: Any, launch: Launch) -> TextEncoder:
+def make_text_encoder(run: RunConfig, model: Any, mode: Any, launch: Launch) -> PolicyEncoder:
     """The text encoder with its adapter, in the precision that DeepSpeed or PEFT gives it."""
     from retouch.algorithms.vlm_grpo.trainer import adapter_config
 
@@ -124,11 +124,11 @@ def make_text_encoder(run: RunConfig, model: Any, mode: Any, launch: Launch) -> 
     to_run_without_data(model, mode, lambda weight: trained if weight.requires_grad else frozen)
     count = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     autocasts = precision != "no" and not launch.stage
-    return TextEncoder(model, count, trained.itemsize, weights_in(model) - count, frozen.itemsize, autocasts)
+    return PolicyEncoder(model, count, trained.itemsize, weights_in(model) - count, frozen.itemsize, autocasts)
 
 
 def vlm_parts(
-    run: RunConfig, encoder: TextEncoder, others: Mapping[str, int], launch: Launch, world_size: int = 1
+    run: RunConfig, encoder: PolicyEncoder, others: Mapping[str, int], launch: Launch, world_size: int = 1
 ) -> list[Part]:
     """Memory of a process from its first update on.
 
@@ -161,7 +161,7 @@ def vlm_parts(
 
 def vlm_phases(
     run: RunConfig,
-    encoder: TextEncoder,
+    encoder: PolicyEncoder,
     others: Mapping[str, Any],
     mode: Any,
     dropped: int,

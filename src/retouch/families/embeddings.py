@@ -188,7 +188,7 @@ class StoredVectors(ImageEncoder):
 
     def __init__(self, cache: EmbeddingCache, width: int) -> None:
         self.cache, self.width = cache, width
-        self.placement = OffloadedNetworks(lambda: (), waits=True)
+        self.placement = OffloadedNetworks([], waits=True)
         self.device = torch.device("cpu")
 
     def __call__(self, images: Sequence[Image]) -> Tensor:

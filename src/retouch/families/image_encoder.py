@@ -83,7 +83,7 @@ class ImageEncoder:
         resident: bool = False,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.placement = OffloadedNetworks(lambda: [self.model], not resident)
+        self.placement = OffloadedNetworks([self.model], not resident)
         self.output = output
         self.size = int(model.config.image_size)
         self.width = int(model.config.projection_dim if output == "image_embeds" else model.config.hidden_size)

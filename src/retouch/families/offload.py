@@ -6,7 +6,7 @@ weights do not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,18 +18,19 @@ class OffloadedNetworks:
     """The networks of a part of a model, and where they are.
 
     Args:
-        networks: returns the networks; a part may release them.
+        networks: each once, though encoders may share one.
         waits: whether they are on the CPU between uses; else `to` moves them, and they stay.
 
     Attributes:
+        networks: to be cleared by a part that releases them.
         moves: how often they were moved to the device for a use.
     """
 
-    def __init__(self, networks: Callable[[], Iterable[nn.Module]], waits: bool) -> None:
+    def __init__(self, networks: Iterable[nn.Module], waits: bool) -> None:
         self.device = torch.device("cpu")
         self.waits = waits
         self.moves = 0
-        self._networks = networks
+        self.networks = list(dict.fromkeys(networks))
         self._on_host: list[tuple[nn.Module, str, Tensor]] = []
         self._uses = 0
         self._on_device = False
@@ -63,7 +64,7 @@ class OffloadedNetworks:
             self._on_device = True
             self.moves += 1
             if self.device.type != "cpu":
-                self._on_host = [part for network in self._networks() for part in _on_host(network)]
+                self._on_host = [part for network in self.networks for part in _on_host(network)]
             try:
                 self._place(self.device)
             except BaseException:  # the memory of the device ended halfway
@@ -82,7 +83,7 @@ class OffloadedNetworks:
         self._on_host, self._on_device = [], False
 
     def _place(self, device: torch.device | str) -> None:
-        for network in dict.fromkeys(self._networks()):  # encoders may share one
+        for network in self.networks:
             network.to(device)
 
 

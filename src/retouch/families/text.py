@@ -200,7 +200,7 @@ class TextEncoders:
     ) -> None:
         self.encoders = dict(encoders)
         self.stored = stored
-        self.placement = OffloadedNetworks(lambda: [encoder.model for encoder in self.encoders.values()], offload)
+        self.placement = OffloadedNetworks([encoder.model for encoder in self.encoders.values()], offload)
         for encoder in self.encoders.values():
             encoder.model.eval().requires_grad_(False)
         self._cache: LruCache[Hashable, dict[str, Tensor]] = LruCache(capacity)
@@ -246,6 +246,7 @@ class TextEncoders:
             self._require_gain(different)
             self._rows(different)
         self.encoders.clear()
+        self.placement.networks.clear()
 
     def _require_gain(self, prompts: Sequence[str]) -> None:
         freed = self._weights()
@@ -262,19 +263,20 @@ class TextEncoders:
         return sum(p.nbytes for encoder in self.encoders.values() for p in encoder.model.parameters())
 
     def _rows(self, prompts: Sequence[Hashable]) -> list[dict[str, Tensor]]:
-        return self._cache.get_all(prompts, lambda missing: self._encode([prompts[i] for i in missing]))
+        with self.placement.kept_on_device():  # those that wait on the CPU are moved once, and only if one is missing
+            return self._cache.get_all(prompts, lambda missing: map(self._encode, [prompts[i] for i in missing]))
 
     @torch.no_grad()
-    def _encode(self, prompts: Sequence[Any]) -> list[dict[str, Tensor]]:
+    def _encode(self, prompt: Any) -> dict[str, Tensor]:
+        """Tensors of a prompt alone: an embedding must not depend on what it was batched with."""
         if self.stored is not None:
-            return [self._look_up(self.stored, prompt) for prompt in prompts]
+            return self._look_up(self.stored, prompt)
         if not self.encoders:
             raise RuntimeError(
-                f"the text encoders were released and {prompts[0]!r} is not cached; set model.free_text_encoders=false"
+                f"the text encoders were released and {prompt!r} is not cached; set model.free_text_encoders=false"
             )
         with fitting("in the text encoders", _WITHOUT), self.placement.on_device():
-            # one by one: an embedding must not depend on what it was batched with
-            return [{name: encoder([p])[0].cpu() for name, encoder in self.encoders.items()} for p in prompts]
+            return {name: encoder([prompt])[0].cpu() for name, encoder in self.encoders.items()}
 
     @staticmethod
     def _look_up(stored: EmbeddingCache, prompt: str) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ class Autoencoder:
     ) -> None:
         self.vae = vae
         self.stored = stored
-        self.placement = OffloadedNetworks(lambda: [vae], offload)
+        self.placement = OffloadedNetworks([vae], offload)
         if offload:
             vae.to("cpu")
         self._kept: LruCache[str, Tensor] = LruCache(KEPT)

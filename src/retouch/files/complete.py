@@ -113,6 +113,8 @@ def _verify(folder: Path, part: str) -> None:
         raise damaged(folder, f"{COMPLETE} lists no files")
     recorded = cast("dict[str, object]", files)
     names = [name for name in recorded if not part or name == part or name.startswith(f"{part}/")]
+    # The checks go from what costs nothing to what reads every byte: a folder that was cut off fails before it is
+    # hashed. A file of tensors that is not recorded is damage too, because it belongs to nothing that was completed.
     for name in names:
         if not (folder / name).is_file():
             raise damaged(folder, f"{name} is missing")

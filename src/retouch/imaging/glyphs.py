@@ -101,7 +101,7 @@ def glyph_correlation(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: s
     ink = ink_of(image[top:bottom, left:right])
     if ink is None:
         return 0.0
-    return max(_correlation(ink, rendered_ink(*one, spaced)) for one in shown for spaced in (False, True))
+    return max(correlation(ink, rendered_ink(*one, spaced)) for one in shown for spaced in (False, True))
 
 
 def _layouts(text: str) -> list[tuple[str, ...]]:
@@ -136,34 +136,6 @@ def has_letters(name: str, text: str) -> bool:
 def _shape(character: str, face: ImageFont.FreeTypeFont) -> tuple[object, bytes]:
     mask: Any = face.getmask(character)
     return mask.size, bytes(mask)
-
-
-def font_likeness(image: NDArray[np.uint8], mask: NDArray[np.uint8], text: str) -> dict[str, float]:
-    """Font of `FONTS` -> normalised correlation, in [-1, 1], of the mask's ink with `text` in that font, written across
-    the mask by `write_spaced`. All 0 if nothing stands out from the ground.
-
-    Unlike `glyph_correlation` it neither moves nor scales the ink: blur does not change the order of the fonts.
-    """
-    left, top, right, bottom = box = mask_box(mask)
-    ink = contrast(image[top:bottom, left:right].astype(np.float64))
-    return {name: _correlation(ink, _spaced(text, name, box)) for name in FONTS}
-
-
-@lru_cache(maxsize=4096)
-def _spaced(text: str, name: str, box: Box) -> Ink:
-    """Ink of `text` across a box, at its place in the image: elsewhere letters round to other pixels."""
-    page = Image.new("L", box[2:], 255)
-    write_spaced(page, text, name, box, 0)
-    return 255 - np.asarray(page.crop(box), np.float64)
-
-
-def ink_colour(image: NDArray[np.uint8], mask: NDArray[np.uint8]) -> tuple[float, float, float]:
-    """Median colour of the 5 % of the pixels inside the mask that differ most from the ground."""
-    left, top, right, bottom = mask_box(mask)
-    pixels = image[top:bottom, left:right].astype(np.float64)
-    distance = np.abs(pixels - _ground_colour(pixels)).mean(axis=2)
-    r, g, b = np.median(pixels[distance >= np.quantile(distance, 0.95)], axis=0)
-    return float(r), float(g), float(b)
 
 
 def ink_of(crop: NDArray[np.uint8]) -> Ink | None:
@@ -213,17 +185,18 @@ def rendered_ink(lines: tuple[str, ...], name: str, spaced: bool) -> Ink:
 
 def contrast(pixels: NDArray[np.float64]) -> Ink:
     """Distance in colour from the ground, [h, w] in [0, 255]; all 0 if nothing stands out."""
-    distance = np.abs(pixels - _ground_colour(pixels)).mean(axis=2)
+    distance = np.abs(pixels - ground_colour(pixels)).mean(axis=2)
     return distance if distance.max() >= 24 else np.zeros_like(distance)
 
 
-def _ground_colour(pixels: NDArray[np.float64]) -> NDArray[np.float64]:
+def ground_colour(pixels: NDArray[np.float64]) -> NDArray[np.float64]:
     """The median of the border."""
     border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
     return np.median(border, axis=0)
 
 
-def _correlation(a: Ink, b: Ink) -> float:
+def correlation(a: Ink, b: Ink) -> float:
+    """Normalised correlation of two inks, in [-1, 1]; 0 if one is even."""
     a, b = a - a.mean(), b - b.mean()
     scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
     return float((a * b).sum()) / scale if scale > 0 else 0.0

@@ -51,6 +51,7 @@ def disagreements(found: Mapping[str, Mapping[str, Sequence[Outcome]]], toleranc
         for url, column in list(scored.items())[1:]:
             first, reference = next(iter(scored.items()))
             pairs = [(a, b) for a, b in zip(reference, column, strict=True) if a is not None and b is not None]
+            # Relative to the larger value, and absolute below 1: a score near 0 has no size to compare with.
             apart = max((abs(a - b) / max(1.0, abs(a), abs(b)) for a, b in pairs), default=0.0)
             if apart > tolerance:
                 problems.append(

@@ -219,11 +219,14 @@ def read_labels(path: Path) -> list[tuple[RewardItem, float]]:
             raise ConfigError(
                 f"{where}: a line has image, prompt and label, and may have mask, source, reference, text"
             )
+        # A table that was exported to JSONL writes null where a row has no mask or text, which is read as no key. For
+        # an image and a prompt, which are required, null is an error.
         absent = {n: row[n] for n in sorted(_LABELLED - {"label"}) if n in row and not isinstance(row[n], str)}
         wrong = [n for n, value in absent.items() if value is not None or n in ("image", "prompt")]
         if wrong:
             raise ConfigError(f"{where}: {wrong[0]}: given {row[wrong[0]]!r}; it must be a string")
         label = row["label"]
+        # A bool is an int in Python: without the first test `true` would be the label 1.
         if isinstance(label, bool) or not isinstance(label, int | float) or not math.isfinite(label):
             raise ConfigError(f"{where}: label: given {label!r}; it must be a number, not NaN or Inf")
         images = {n: path.parent / row[n] if row.get(n) else None for n in ("mask", "source", "reference")}

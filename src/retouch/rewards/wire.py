@@ -273,6 +273,8 @@ def _decode_raw(body: bytes, content_type: str, mode: Mode, share: Share) -> Pix
         height, width, channels = (int(fields[name]) for name in ("height", "width", "channels"))
     except (KeyError, ValueError):
         raise BrokenMessage(f"content type {content_type!r} has no height, width or channels") from None
+    # The size is judged first, then compared with the body, and only then is room taken: whoever sends the numbers may
+    # be lying.
     if min(height, width) < 1 or height * width > MAX_PIXELS or channels != (3 if mode == "RGB" else 1):
         raise BrokenMessage(f"raw image of {height} x {width} x {channels} where {mode} is expected")
     if len(body) != height * width * channels:

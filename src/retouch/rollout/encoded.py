@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import starmap
 from typing import Literal, TypeVar, get_args
 
 import torch
@@ -74,7 +75,7 @@ class EncodedData:
         return other
 
     def examples(self, positions: Sequence[int]) -> list[Example]:
-        return [self._examples.get(p, partial(self._read, p)) for p in positions]
+        return [self._examples.get(p, self._read) for p in positions]
 
     def read_ahead(self, positions: Sequence[int]) -> None:
         """Begin to read these examples in threads that end with it, and forget what else was read ahead.
@@ -120,27 +121,27 @@ class EncodedData:
         """
         cache = self._images[role]
         with self.clock.part("vae"), self.model.encoding():
-            rows = [cache.get(p, partial(self._encode_image, role, p)) for p in positions]
+            rows = [cache.get(p, partial(self._encode_image, role)) for p in positions]
             return torch.cat(rows).to(device)
 
     def _rows(self, positions: Sequence[int], uncaptioned: Sequence[bool] | None) -> list[Condition]:
         keys = list(zip(positions, uncaptioned or [False] * len(positions), strict=True))
         with self.model.encoding():
-            return self._conditions.get_all(keys, lambda missing: (self._encode(*keys[i]) for i in missing))
+            return self._conditions.get_all(keys, lambda missing: starmap(self._encode, [keys[i] for i in missing]))
 
     def _read(self, position: int) -> Example:
         ahead = self._ahead.pop(position, None)
         return self.data[position] if ahead is None else ahead.result()
 
     def _encode(self, position: int, uncaptioned: bool) -> Condition:
-        example = self.examples([position])[0]
+        example = self._examples.get(position, self._read)
         if uncaptioned:
             example = replace(example, prompt=self.model.spec.empty_prompt, embedding_path=None)
         condition = self.model.encode([example], self.guidance_scale)
         return (condition.without_negative() if self.conditional else condition).to("cpu")
 
     def _encode_image(self, role: Role, position: int) -> Tensor:
-        example = self.examples([position])[0]
+        example = self._examples.get(position, self._read)
         image = getattr(example, role)
         if image is None:
             raise ValueError(f"example {example.id} has no {role} image")

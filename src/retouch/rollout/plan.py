@@ -58,6 +58,8 @@ class StepPlan:
             raise ValueError(
                 f"this step rule is for {self.rule.prediction} models, the model predicts {self.schedule.prediction}"
             )
+        # A std of 0 would be a division by 0 in the log-probability, on one step and long after the start. Most rules
+        # end without noise, and the remedy depends on which step it is.
         if self.rule is not None and self.trained:
             flat = (self._std(range(self.first, self.first + self.trained)) <= 0).nonzero().flatten().tolist()
             if flat:

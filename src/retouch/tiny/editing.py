@@ -58,7 +58,7 @@ END = "<|im_end|>"
 
 
 @dataclass(frozen=True)
-class Schedule:
+class EditingSchedule:
     """How the base is trained."""
 
     shapes: int = 192
@@ -111,14 +111,14 @@ class Shapes:
     seen: Tensor
 
 
-def build_edit(out: Path, seed: int = 0, schedule: Schedule | None = None) -> dict[str, Any]:
+def build_edit(out: Path, seed: int = 0, schedule: EditingSchedule | None = None) -> dict[str, Any]:
     """Train, write a diffusers folder with fp16 weights, and measure on held-out instructions.
 
     Raises:
         ConfigError: an `out` that holds files.
     """
     require_empty(out)
-    s = schedule or Schedule()
+    s = schedule or EditingSchedule()
     pipeline = tiny_pipeline("qwen_image_edit", seed)
     random = Random(derive_seed(seed, "shapes"))
     masks = [draw_shape(random) for _ in range(s.shapes)]
@@ -135,7 +135,7 @@ def build_edit(out: Path, seed: int = 0, schedule: Schedule | None = None) -> di
     return write_result(out, {"family": "qwen_image_edit", "seed": seed, "held_out": held_out, "seconds": seconds})
 
 
-def train_vae(vae: Any, masks: Sequence[Image.Image], s: Schedule, seed: int) -> None:
+def train_vae(vae: Any, masks: Sequence[Image.Image], s: EditingSchedule, seed: int) -> None:
     """Reconstruction with noisy latents; then mean and std of the latents go to the config."""
     _start_orthogonal(vae, seed)
     random = Random(derive_seed(seed, "autoencoder"))
@@ -223,7 +223,7 @@ def word_loss(model: Any, states: Tensor, ids: Tensor, lengths: Tensor, completi
     return torch.stack(losses).mean()
 
 
-def train_language(pipeline: Any, shapes: Shapes, s: Schedule, seed: int) -> None:
+def train_language(pipeline: Any, shapes: Shapes, s: EditingSchedule, seed: int) -> None:
     """Which words answer which instruction."""
     speaker, model = Speaker(pipeline), pipeline.text_encoder
     random = Random(derive_seed(seed, "language"))
@@ -238,7 +238,7 @@ def train_language(pipeline: Any, shapes: Shapes, s: Schedule, seed: int) -> Non
         updates.apply(word_loss(model, states, ids, lengths, answers))
 
 
-def train_denoiser(pipeline: Any, shapes: Shapes, s: Schedule, seed: int) -> None:
+def train_denoiser(pipeline: Any, shapes: Shapes, s: EditingSchedule, seed: int) -> None:
     """Images in the colour of the completion; the language model goes on learning its answers."""
     speaker, model = Speaker(pipeline), pipeline.text_encoder
     family = family_class("qwen_image_edit").from_pipeline(pipeline)

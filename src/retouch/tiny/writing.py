@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -27,8 +28,7 @@ from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError, nearest
 from retouch.core.objectives.sft import denoising_loss
-from retouch.core.schedule import Schedule as NoiseSchedule
-from retouch.core.schedule import shift_sigma
+from retouch.core.schedule import Schedule, shift_sigma
 from retouch.data.sampler import derive_seed
 from retouch.families.base import Model, TrainFull
 from retouch.families.flux2_klein.spec import Flux2KleinModel
@@ -67,7 +67,7 @@ HIGHEST_WEIGHT = 64.0
 
 
 @dataclass(frozen=True)
-class Schedule:
+class WritingSchedule:
     """How a base is trained.
 
     Attributes:
@@ -100,8 +100,8 @@ MODELS: dict[str, Model] = {
 """Family -> the model section of its base, without the path."""
 
 SCHEDULES = {
-    "flux_fill": Schedule(guidance_scale=30.0),
-    "sd_inpaint": Schedule(
+    "flux_fill": WritingSchedule(guidance_scale=30.0),
+    "sd_inpaint": WritingSchedule(
         guidance_scale=1.0,
         letter_steps=1200,
         denoiser_steps=600,
@@ -110,10 +110,10 @@ SCHEDULES = {
         time_shift=3.0,
         left_out=0.1,
     ),
-    "sd3": Schedule(
+    "sd3": WritingSchedule(
         guidance_scale=1.0, letter_steps=900, denoiser_steps=300, denoiser_batch=32, denoiser_lr=3e-3, left_out=0.1
     ),
-    "flux2_klein": Schedule(
+    "flux2_klein": WritingSchedule(
         guidance_scale=1.0,
         letter_steps=700,
         denoiser_steps=300,
@@ -126,7 +126,7 @@ SCHEDULES = {
 """Family -> the schedule of its base; those of FLUX.1-Fill and SD1.5 are in the package."""
 
 
-def build(family: str, out: Path, seed: int, schedule: Schedule) -> dict[str, float]:
+def build(family: str, out: Path, seed: int, schedule: WritingSchedule) -> dict[str, float]:
     """Train and write a diffusers folder with fp16 weights -> seconds by stage."""
     pipeline = tiny_pipeline(family, seed)
     signs = training_signs(schedule.signs, seed)
@@ -245,7 +245,7 @@ def tokens_of(encoder: Any, prompt: str) -> Tensor:
 
 
 def train_denoiser(
-    model: Any, x0: Tensor, conditions: Condition, captions: Sequence[str], schedule: Schedule, seed: int
+    model: Any, x0: Tensor, conditions: Condition, captions: Sequence[str], schedule: WritingSchedule, seed: int
 ) -> None:
     """Train denoising of encoded signs given their captions, text encoders included; keeps the EMA weights.
 
@@ -284,7 +284,7 @@ def train_denoiser(
             p.copy_(mean)
 
 
-def velocity_weight(schedule: NoiseSchedule, time: Tensor) -> Tensor:
+def velocity_weight(schedule: Schedule, time: Tensor) -> Tensor:
     """Weights [B] that make errors of a prediction those of the velocity it implies, up to `HIGHEST_WEIGHT`.
 
     1 for a flow model. At high noise, where words are decided, errors of a predicted noise are all but 0: without
@@ -342,6 +342,12 @@ def build_and_measure(family: str, out: Path, seed: int) -> dict[str, Any]:
             "megabytes": round(sum(f.stat().st_size for f in out.rglob("*.safetensors")) / 1e6, 2),
         },
     )
+
+
+build_flux2_klein = partial(build_and_measure, "flux2_klein")
+build_flux_fill = partial(build_and_measure, "flux_fill")
+build_sd3 = partial(build_and_measure, "sd3")
+build_sd_inpaint = partial(build_and_measure, "sd_inpaint")
 
 
 def measure(family: str, folder: Path, words: int = 192, num_steps: int = 8) -> dict[str, float]:

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from operator import add
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +21,7 @@ from PIL.Image import Image
 from torch import nn
 
 from retouch.config.training import has_rl
-from retouch.data.formats.mmmg import LEVELS
+from retouch.data.formats import FACETS
 from retouch.data.sampler import derive_seed, own_share
 from retouch.files.disk import write_whole
 from retouch.imaging.glyphs import glyph_correlation
@@ -70,9 +70,6 @@ logger = logging.getLogger(__name__)
 
 Moment = Literal["start", "warmup", "step", "end"]
 
-FACETS = ("level", "discipline", "complexity", "image_type")
-"""Fields of an example's metadata by which an evaluation is broken down."""
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -105,7 +102,7 @@ class Evaluation:
         told: dict[str, dict[str, dict[str, float]]] = {}
         for facet in FACETS:
             values = {row[facet] for row in self.rows if facet in row}
-            for value in sorted(values, key=_place):
+            for value in sorted(values, key=partial(_place, FACETS[facet])):
                 rows = [row for row in self.rows if row.get(facet) == value]
                 told.setdefault(facet, {})[str(value)] = Evaluation(rows, []).means()
         return told
@@ -305,10 +302,10 @@ def _glyphs(example: Example, composite: np.ndarray[Any, Any]) -> dict[str, Any]
     return {"glyph_correlation": fmean(values)} if values else {}
 
 
-def _place(value: Any) -> tuple[int, str]:
-    """Levels of education from the lowest, numbers by size, names by letter."""
-    if value in LEVELS:
-        return LEVELS.index(value), ""
+def _place(order: Sequence[str], value: Any) -> tuple[int, str]:
+    """Sorts the values of a facet: those of `order` as there, numbers by size, names by letter."""
+    if value in order:
+        return order.index(value), ""
     return (value, "") if isinstance(value, int) else (0, str(value))
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 from retouch.benchmarks.base import Benchmark
 from retouch.benchmarks.observations import Observations
 from retouch.benchmarks.outputs import Output, Shard, digest_of, find_file, item_digest, outputs_of, own, unused_files
-from retouch.benchmarks.result import Column, result_of
+from retouch.benchmarks.result import ResultColumn, result_of
 from retouch.config import ConfigError
 from retouch.config.needs import takes_references
 from retouch.data.dataset import Dataset, load_dataset
@@ -47,7 +47,7 @@ _MOST_RESULT = 1 << 28  # bytes
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledWeights:
     """A set of weights to sample with.
 
     Attributes:
@@ -95,9 +95,11 @@ def run_benchmark(
         abouts = _sample(benchmark, runs, configs, weights, data, outputs, out, share)
         abouts |= {name: {"images_of": str(folder)} for name, folder in external.items()}
         places = {**{name: out / "images" / name for name in weights}, **external}
-        reader = benchmark_scores.Reader(benchmark, data.config)
-        columns: dict[str, Column] = {}
+        reader = benchmark_scores.OutputReader(benchmark, data.config)
+        columns: dict[str, ResultColumn] = {}
         waiting = 0
+        # Two passes. In the first this process scores its share of the images that are there; in the second it reads
+        # what all shards have left on record. The last one to end finds nothing waiting and writes the result.
         for name, folder in places.items():
             size = batch_size(configs[weights[name].run], benchmark) if name in weights else _BATCH
             mine = [output for batch in own(outputs, share, size) for output in batch]
@@ -110,7 +112,7 @@ def run_benchmark(
             rows, untried = benchmark_scores.rows_of(found, scorers, Observations(out / "observations", name))
             waiting += len(untried) + (len(missing) if name in weights else 0)
             resized = _resized(benchmark, [one.path for one in found]) if name in external else 0
-            columns[name] = Column(rows, missing, abouts[name], resized)
+            columns[name] = ResultColumn(rows, missing, abouts[name], resized)
         if waiting and share.count > 1:
             logger.info("shard %s is done; %d images of other shards are not scored yet", share, waiting)
             return None
@@ -121,6 +123,8 @@ def run_benchmark(
             "digest": digest_of([item_digest(item) for item in data.items]),
         }
         result = result_of(benchmark, columns, provenance, scorers.provenance())
+    # The result is written before the distances as well: they need a network of their own, and if that fails the scores
+    # of hours are there.
     write_png(_grid(outputs, places, columns), out / "grid.png")
     _write_result(result, out)
     if benchmark.distances:
@@ -214,16 +218,16 @@ def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
     return data
 
 
-def _weights(runs: Mapping[str, Trained]) -> dict[str, Sampled]:
+def _weights(runs: Mapping[str, Trained]) -> dict[str, SampledWeights]:
     """The weights to sample with, by the name of their folder; the base first."""
     from retouch.use.comparison import as_file_name, one_base
 
     if not runs:
         return {}
     first = next(iter(runs))
-    base = {BASE: Sampled(first, None)} if one_base([trained.config for trained in runs.values()]) else {}
-    one = [(name, Sampled(first, folder)) for name, folder in runs[first].weights.items()]
-    several = [(name, Sampled(name, trained.newest)) for name, trained in runs.items()]
+    base = {BASE: SampledWeights(first, None)} if one_base([trained.config for trained in runs.values()]) else {}
+    one = [(name, SampledWeights(first, folder)) for name, folder in runs[first].weights.items()]
+    several = [(name, SampledWeights(name, trained.newest)) for name, trained in runs.items()]
     for name, sampled in several if len(runs) > 1 else one:
         if as_file_name(name) in base:
             raise ConfigError(
@@ -238,7 +242,7 @@ def _sample(
     benchmark: Benchmark,
     runs: Mapping[str, Trained],
     configs: Mapping[str, Any],
-    weights: Mapping[str, Sampled],
+    weights: Mapping[str, SampledWeights],
     data: Dataset,
     outputs: Sequence[Output],
     out: Path,
@@ -302,7 +306,7 @@ def _external(folders: Sequence[Path], outputs: Sequence[Output]) -> dict[str, P
     return named
 
 
-def _grid(outputs: Sequence[Output], places: Mapping[str, Path], columns: Mapping[str, Column]) -> Image.Image:
+def _grid(outputs: Sequence[Output], places: Mapping[str, Path], columns: Mapping[str, ResultColumn]) -> Image.Image:
     """The first items: the source or the prompt, and the first output of each column."""
     rows: list[list[tuple[Any, str]]] = []
     for output in [output for output in outputs if output.index == 0][:_GRID_ROWS]:

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from retouch.benchmarks.base import Benchmark, ImageRow
-from retouch.benchmarks.observations import Asked, Observations, asked_of, reward_digests
+from retouch.benchmarks.observations import Observations, OutputIdentity, asked_of, reward_digests
 from retouch.benchmarks.outputs import Output, find_file, item_digest
 from retouch.data.base import DataSection, ImageSection, ItemFiles
 from retouch.data.checking import in_threads, progress
@@ -104,15 +104,15 @@ def scorers_of(benchmark: Benchmark) -> Iterator[Scorers]:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundOutput:
     """An output that is there."""
 
     output: Output
     path: Path
-    asked: Asked
+    asked: OutputIdentity
 
 
-class Reader:
+class OutputReader:
     """Reads what scorers receive of the outputs of a benchmark: the image as `Benchmark.prepared` returns it, and
     everything else of its example at the size of the published files.
 
@@ -123,7 +123,7 @@ class Reader:
     def __init__(self, benchmark: Benchmark, section: DataSection) -> None:
         self._benchmark = benchmark
         self._section = section
-        self._known: dict[tuple[int, str], Asked] = {}  # by the item's position and the file's bytes
+        self._known: dict[tuple[int, str], OutputIdentity] = {}  # by the item's position and the file's bytes
 
     def item(self, output: Output, path: Path, examples: LruCache[int, Example], number: int = 0) -> RewardItem:
         """The item of an output as scorers receive it.
@@ -135,7 +135,7 @@ class Reader:
         Raises:
             ImageProblem, DataError: the file, or one of the item, cannot be read.
         """
-        example = examples.get(output.position, lambda: native_example(output.item, self._section))
+        example = examples.get(output.position, lambda _: native_example(output.item, self._section))
         image = self._benchmark.prepared(saved_image(path), example.source, example.mask)
         return item_of(example, np.asarray(image), number, example.id)
 
@@ -149,7 +149,7 @@ class Reader:
                 logger.warning("%s; left out of the distances", problem)
                 yield None
 
-    def found(self, folder: Path, outputs: Sequence[Output]) -> tuple[list[Found], list[str]]:
+    def found(self, folder: Path, outputs: Sequence[Output]) -> tuple[list[FoundOutput], list[str]]:
         """The outputs that a folder has, and the official names of the others."""
         places = [(output, find_file(folder, output.file)) for output in outputs]
         there = [(output, path) for output, path in places if path is not None]
@@ -157,18 +157,18 @@ class Reader:
         found = progress(in_threads(self._asked, of_items), len(of_items), f"images of {folder.name}")
         return [one for of in found for one in of], [output.file for output, path in places if path is None]
 
-    def _asked(self, of_item: Sequence[tuple[Output, Path]]) -> list[Found]:
+    def _asked(self, of_item: Sequence[tuple[Output, Path]]) -> list[FoundOutput]:
         """The outputs of an item with their identities; in several threads."""
         examples: LruCache[int, Example] = LruCache(1)
-        return [Found(output, path, self._identity(output, path, examples)) for output, path in of_item]
+        return [FoundOutput(output, path, self._identity(output, path, examples)) for output, path in of_item]
 
-    def _identity(self, output: Output, path: Path, examples: LruCache[int, Example]) -> Asked:
+    def _identity(self, output: Output, path: Path, examples: LruCache[int, Example]) -> OutputIdentity:
         key = output.position, digest(path)
         if key not in self._known:
             try:
                 self._known[key] = asked_of(output.file, self.item(output, path, examples))
             except (ImageProblem, DataError):
-                self._known[key] = Asked(output.file, key[1], item_digest(output.item))
+                self._known[key] = OutputIdentity(output.file, key[1], item_digest(output.item))
         return replace(self._known[key], file=output.file)
 
 
@@ -184,7 +184,9 @@ def saved_image(path: Path) -> Image.Image:
     return image
 
 
-def score(benchmark: Benchmark, found: Sequence[Found], reader: Reader, scorers: Scorers, record: Observations) -> None:
+def score(
+    benchmark: Benchmark, found: Sequence[FoundOutput], reader: OutputReader, scorers: Scorers, record: Observations
+) -> None:
     """Score the outputs that have no score on record. One that fails although its scorer answers is on record as a
     failure, after a second try if that may help.
 
@@ -216,10 +218,12 @@ def score(benchmark: Benchmark, found: Sequence[Found], reader: Reader, scorers:
                            summary([failure for _, failure in failed]))  # fmt: skip
 
 
-def rows_of(found: Sequence[Found], scorers: Scorers, record: Observations) -> tuple[list[ImageRow], list[Found]]:
+def rows_of(
+    found: Sequence[FoundOutput], scorers: Scorers, record: Observations
+) -> tuple[list[ImageRow], list[FoundOutput]]:
     """The scored outputs, and those that were never tried."""
     rows: list[ImageRow] = []
-    untried: list[Found] = []
+    untried: list[FoundOutput] = []
     for one in found:
         outcomes = {name: record.outcome(one.asked, name, d) for name, d in scorers.digests.items()}
         given = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
@@ -240,7 +244,7 @@ def _is_scored(outcome: Outcome | None) -> bool:
 class _Batch(NamedTuple):
     """Outputs under way: those that cannot be read, by their place; the scores of the others; the pixels of these."""
 
-    outputs: Sequence[Found]
+    outputs: Sequence[FoundOutput]
     unreadable: Mapping[int, Failure]
     scores: Scores | None
     pixels: int
@@ -249,11 +253,11 @@ class _Batch(NamedTuple):
 def _score_with(
     table: RewardTable,
     benchmark: Benchmark,
-    todo: Sequence[Found],
-    reader: Reader,
+    todo: Sequence[FoundOutput],
+    reader: OutputReader,
     scorers: Scorers,
     record: Observations,
-) -> list[tuple[Found, Failure]]:
+) -> list[tuple[FoundOutput, Failure]]:
     """Score outputs with one table, batch by batch -> those that failed.
 
     Raises:
@@ -261,7 +265,7 @@ def _score_with(
     """
     size = benchmark.reward_client.batch_size
     pending: deque[_Batch] = deque()
-    failed: list[tuple[Found, Failure]] = []
+    failed: list[tuple[FoundOutput, Failure]] = []
     names = list(table.entries)
     examples: LruCache[int, Example] = LruCache(1)
 
@@ -269,7 +273,7 @@ def _score_with(
         batch, unreadable, scores, _ = pending.popleft()
         columns = {} if scores is None else scores.result().outcomes
         scored = zip(*(columns[name] for name in names), strict=True) if columns else iter(())
-        outcomes: list[tuple[Asked, dict[str, Outcome]]] = []
+        outcomes: list[tuple[OutputIdentity, dict[str, Outcome]]] = []
         for i, one in enumerate(batch):
             found: Sequence[Outcome] = [unreadable[i]] * len(names) if i in unreadable else next(scored)
             given: dict[str, Outcome] = dict(zip(names, found, strict=True))
@@ -282,7 +286,7 @@ def _score_with(
 
     left = deque(todo)
     while left:
-        batch: list[Found] = []
+        batch: list[FoundOutput] = []
         items: list[RewardItem] = []
         unreadable: dict[int, Failure] = {}
         pixels = 0

@@ -19,7 +19,7 @@ from retouch.types import Example
 logger = logging.getLogger(__name__)
 
 
-class Evaluated(Protocol):
+class DuelImages(Protocol):
     """The parts of an evaluation that are compared: a row, a composite and a raw image [H, W, 3] uint8 for each
     sample."""
 
@@ -34,7 +34,7 @@ class Evaluated(Protocol):
 
 
 def pair_judges(entries: Mapping[str, RewardEntry]) -> dict[str, PairEntry]:
-    """The rewards that compare two images and run in this process."""
+    """The rewards that compare two images, of scorers that the run makes itself (`is_made_here`)."""
     return {
         name: entry
         for name, entry in entries.items()
@@ -44,7 +44,7 @@ def pair_judges(entries: Mapping[str, RewardEntry]) -> dict[str, PairEntry]:
 
 def win_rates(
     judges: Mapping[str, PairEntry],
-    results: Mapping[str, Evaluated],
+    results: Mapping[str, DuelImages],
     examples: Sequence[Example],
     pairs: Sequence[tuple[str, str]],
 ) -> dict[str, dict[str, dict[str, Any]]]:
@@ -92,7 +92,7 @@ def win_rate_of(examples: Sequence[int], found: Sequence[Preference]) -> dict[st
     return {"win_rate": [0.5 + margin, low, high], "margin": margin, "pairs": len(found), **order_statistics(found)}
 
 
-def items_of(result: Evaluated, examples: Sequence[Example], entry: RewardEntry) -> dict[tuple[int, int], RewardItem]:
+def items_of(result: DuelImages, examples: Sequence[Example], entry: RewardEntry) -> dict[tuple[int, int], RewardItem]:
     """Items for a judge by example and index, with the view of the options of its entry."""
     from retouch.training.scoring import item_of
 

@@ -67,6 +67,7 @@ def export_weights(
             "folder"
         )
 
+    # All errors of the command line and of the records are raised above, before torch is imported and a base is read.
     from safetensors import SafetensorError
 
     from retouch.adapters.export import export

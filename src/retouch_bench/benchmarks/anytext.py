@@ -24,16 +24,16 @@ _SOURCE = "arXiv 2311.03054; ModelScope iic/AnyText-benchmark"
 _RECOGNISER = "lines are read by the engine of the reward, not by DuGuangOCR (damo/cv_convnextTiny_ocr-recognition)"
 
 
-def _row(model: str, *numbers: float, source: str) -> PublishedRow:
+def _published(source: str, rows: Sequence[tuple[str, float, float, float, float]]) -> tuple[PublishedRow, ...]:
     names = ("sen_acc_en", "ned_en", "sen_acc_zh", "ned_zh")
-    return PublishedRow(model, dict(zip(names, numbers, strict=True)), source)
+    return tuple(PublishedRow(model, dict(zip(names, numbers, strict=True)), source) for model, *numbers in rows)
 
 
 _TABLES: Mapping[str, Table] = {"wukong": "zh", "laion": "en"}
 """Part of the name of a published set -> its table of characters."""
 
 
-def table_of(options: Mapping[str, Any]) -> Table:
+def language_of(options: Mapping[str, Any]) -> Table:
     """Table of characters by the options: of `language`, else of the published set that the path names: wukong is
     Chinese and laion English. The last component that names a set counts, which may lie below one of the other."""
     given = options.get("language")
@@ -72,20 +72,20 @@ class AnyText(Benchmark):
         settings={"sampler": "DDIM, 20 steps, eta 0", "guidance_scale": 9, "seed": 100, "recogniser": "DuGuangOCR"},
     )
     caveats: ClassVar[Sequence[str]] = (_RECOGNISER, "the published models receive the lines outside the prompt")
-    published: ClassVar[Sequence[PublishedRow]] = tuple(
-        _row(model, *numbers, source="arXiv 2311.03054, table 2; AnyText repository for v1.1")
-        for model, *numbers in (
+    published: ClassVar[Sequence[PublishedRow]] = _published(
+        "arXiv 2311.03054, table 2; AnyText repository for v1.1",
+        (
             ("ControlNet", 0.5837, 0.8015, 0.3620, 0.6227),
             ("TextDiffuser", 0.5921, 0.7951, 0.0605, 0.1262),
             ("GlyphControl", 0.3710, 0.6680, 0.0327, 0.0845),
             ("AnyText v1.0", 0.6588, 0.8568, 0.6634, 0.8264),
             ("AnyText v1.1", 0.7239, 0.8760, 0.6923, 0.8396),
-        )
+        ),
     )
 
     @classmethod
     def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        return {"anytext": {"table": table_of(options)}}
+        return {"anytext": {"table": language_of(options)}}
 
     def data(self) -> DataSection:
         return self.sized(AnyTextData(path=self.path, protocol="generation"))
@@ -102,7 +102,7 @@ class AnyText(Benchmark):
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Sen.ACC and NED over all lines, by language."""
-        table = table_of({"language": self.language, "path": self.path})
+        table = language_of({"language": self.language, "path": self.path})
         lines = lines_of(rows, table)
         return means(
             {
@@ -121,15 +121,15 @@ class AnyTextEdit(AnyText):
         images_per_item=1, resolution=(SIDE, SIDE), settings={"recogniser": "DuGuangOCR"}
     )
     caveats: ClassVar[Sequence[str]] = (_RECOGNISER,)
-    published: ClassVar[Sequence[PublishedRow]] = tuple(
-        _row(model, *numbers, source="arXiv 2505.03329 (FLUX-Text)")
-        for model, *numbers in (
+    published: ClassVar[Sequence[PublishedRow]] = _published(
+        "arXiv 2505.03329 (FLUX-Text)",
+        (
             ("FLUX.1-Fill, untuned", 0.3093, 0.4698, 0.0292, 0.0625),
             ("AnyText", 0.6843, 0.8588, 0.6476, 0.8210),
             ("AnyText2", 0.7915, 0.9100, 0.7022, 0.8420),
             ("FLUX-Text 512", 0.8419, 0.9400, 0.7132, 0.8510),
             ("FLUX-Text, full data", 0.8175, 0.9193, 0.7213, 0.8555),
-        )
+        ),
     )
 
     def data(self) -> DataSection:

@@ -87,6 +87,17 @@ class AnnotatedData(ImageSection):
             if isinstance(a, Mapping) and a.get("polygon") and str(a.get("text") or "").strip() and a.get("valid", True)
         ][:_MOST_LINES]
 
+    def repainted(self, number: int, prompt: str, source: Path, lines: Sequence[TextLine], key: str) -> ItemFiles:
+        """An item whose mask are the polygons of its lines."""
+        return ItemFiles(
+            number,
+            prompt,
+            source_path=source,
+            mask_path=lines_mask(source, lines),
+            mask_is_made=True,
+            metadata=line_fields(lines) | {"key": key},
+        )
+
     def prompt_of(self, caption: str, lines: Sequence[TextLine]) -> str:
         """The prompt of an item."""
         quoted = ", ".join(f'"{line.text}"' for line in lines)
@@ -110,22 +121,12 @@ class AnyTextData(AnnotatedData):
         return file_in(local_path(self.path), _LIST)
 
     def _item(self, number: int, name: str, caption: str, lines: Sequence[TextLine], root: Path) -> ItemFiles:
-        about = {"key": name.split(".")[0]}
-        prompt = self.prompt_of(caption, lines)
+        key, prompt = name.split(".")[0], self.prompt_of(caption, lines)
         if self.protocol == "generation":
             height, width = self.size
             lines = placed(lines, (width / SIDE, height / SIDE), (0.0, 0.0))
-            return ItemFiles(number, prompt, metadata=line_fields(lines) | about)
-        source = on_disk(root / "imgs" / name)
-        return ItemFiles(
-            number,
-            prompt,
-            source_path=source,
-            mask_path=lines_mask(source, lines),
-            mask_is_made=True,
-            target="source",
-            metadata=line_fields(lines) | about,
-        )
+            return ItemFiles(number, prompt, metadata=line_fields(lines) | {"key": key})
+        return replace(self.repainted(number, prompt, on_disk(root / "imgs" / name), lines, key), target="source")
 
 
 class TextFluxData(AnnotatedData):
@@ -163,11 +164,4 @@ class TextFluxData(AnnotatedData):
             )
             places = [on_disk(root / "textflux_data" / folder / "original" / name), on_disk(root / name)]
             source = next((place for place in places if is_file(place)), places[0])
-        return ItemFiles(
-            number,
-            self.prompt_of(caption, lines),
-            source_path=source,
-            mask_path=lines_mask(source, lines),
-            mask_is_made=True,
-            metadata=line_fields(lines) | {"key": Path(name).stem},
-        )
+        return self.repainted(number, self.prompt_of(caption, lines), source, lines, Path(name).stem)

@@ -77,6 +77,8 @@ def generate_images(
     clock = clock or Stopwatch()
     images: dict[tuple[int, int], Tensor] = {}
     latents: dict[int, Tensor] = {}
+    # Latents are kept by the identity of the image: requests and batches that share a source encode it once. Seeds do
+    # not depend on the batch, whose size changes images by rounding only.
     for size, slots in _batches(requests, images_per_request, batch_size):
         chunk = [requests[i] for i, _ in slots]
         for source in (source for request in chunk for source in request.sources):

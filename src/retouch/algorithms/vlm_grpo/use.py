@@ -12,7 +12,7 @@ from PIL import Image
 
 from retouch.algorithms.vlm_grpo.checkpoint import load_weights, saved_dtype
 from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
-from retouch.algorithms.vlm_grpo.run import VlmRun, open_run
+from retouch.algorithms.vlm_grpo.run import VlmRun, run_with_networks
 from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, evaluation_of
 from retouch.config import RunConfig
 from retouch.data.dataset import Dataset
@@ -38,7 +38,7 @@ def open_trained(
     algorithm = config.algorithm
     assert isinstance(algorithm, VlmGrpoConfig)
     derived, run_dir = _one_process(algorithm).derive(config), RunDir(config, main=False)
-    run = open_run(config, device, derived, data, data, rewards, run_dir, Stopwatch(), dtype=dtype)
+    run = run_with_networks(config, device, derived, data, data, rewards, run_dir, Stopwatch(), dtype=dtype)
     run.policy.to(device).eval().requires_grad_(False)
     if weights is not None and (weights / "adapter_config.json").is_file():
         run.policy = PeftModel.from_pretrained(run.policy, str(weights)).eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from retouch.data.base import DataSection
@@ -21,5 +22,14 @@ FORMATS: Registry[type[DataSection]] = Registry(
     key="format",
 )
 """`data.format` -> its section of the run file. A path without a format is of the first that recognises it."""
+
+FACETS: Mapping[str, Sequence[str]] = {
+    "level": ("preschool", "primaryschool", "secondaryschool", "highschool", "undergraduate", "PhD"),
+    "discipline": (),
+    "complexity": (),
+    "image_type": (),
+}
+"""Fields of an example's metadata by which evaluations are broken down -> their values in order; of others, numbers are
+ordered by size and names by letter."""
 
 Data = Annotated[DataSection, Chosen(FORMATS, "format")]

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal, cast
 from pydantic import ValidationInfo, field_validator
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData, chosen, item_or_error
+from retouch.data.formats import FACETS
 from retouch.data.lists import parsed, read_text, suffix_of
 from retouch.data.remote import local_path
 from retouch.data.tables import Table, content_digest, hub_configurations, hub_table, in_part, tables_of
@@ -29,7 +30,7 @@ from retouch.files.hub import is_hub_id
 
 logger = logging.getLogger(__name__)
 
-LEVELS = ("preschool", "primaryschool", "secondaryschool", "highschool", "undergraduate", "PhD")
+LEVELS = tuple(FACETS["level"])
 """Levels of education of MMMG, from the easiest."""
 
 DISCIPLINES = (

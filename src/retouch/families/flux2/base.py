@@ -172,7 +172,7 @@ class Flux2Model(FamilyModel):
         tensors = {"source_latents": self.autoencoder.encode_once(pixels)}
         mask = optional_masks(examples, self.spec, self.device)
         if mask is not None:
-            tensors["mask_cells"] = mask_cells(mask, self.spec.downsampling)
+            tensors["mask_cells"] = rounded_mask_cells(mask, self.spec.downsampling)
         return tensors, mask, size
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
@@ -204,9 +204,10 @@ def flux2_shift(tokens: int, num_steps: int) -> float:
     return math.exp(at_200_steps + (num_steps - 200) * (at_200_steps - at_10_steps) / 190)
 
 
-def mask_cells(mask: Tensor, factor: int) -> Tensor:
+def rounded_mask_cells(mask: Tensor, factor: int) -> Tensor:
     """A mask [B, 1, H, W] at the cells of the latents [B, 1, h, w], in {0, 1}: interpolated as the pipeline does it,
-    then rounded, because a cell can only be repainted or kept."""
+    then rounded, because a cell can only be repainted or kept. Other families take the nearest pixel, as their own
+    pipelines do (`retouch.families.blending.mask_cells`); at the edge of a mask the two differ."""
     size = (mask.shape[2] // factor, mask.shape[3] // factor)
     return (nn.functional.interpolate(mask, size=size, mode="bilinear") >= 0.5).to(mask)
 

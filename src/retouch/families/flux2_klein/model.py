@@ -17,7 +17,7 @@ from transformers import Qwen3ForCausalLM
 from retouch.families.flux2.base import Flux2Model, quarters, tiny_parts
 from retouch.families.flux2_klein.spec import Flux2KleinModel
 from retouch.families.loading import ModelFilesError
-from retouch.families.qwen3.text import ChatStates
+from retouch.families.qwen3.text import Qwen3States
 from retouch.families.qwen3.tiny import chat_tokenizer, qwen3
 from retouch.files import plain_json
 
@@ -34,9 +34,9 @@ class Flux2Klein(Flux2Model):
         return encoder.model
 
     @staticmethod
-    def states(model: Any, tokenizer: Any, length: int) -> ChatStates:
+    def states(model: Any, tokenizer: Any, length: int) -> Qwen3States:
         """After the layers 9, 18 and 27 of the released encoders."""
-        return ChatStates(model, tokenizer, length, quarters(model), thinking=False, encodes_padding=True)
+        return Qwen3States(model, tokenizer, length, quarters(model), thinking=False, encodes_padding=True)
 
     @classmethod
     def load_network(cls, config: Flux2KleinModel, path: str, dtype: torch.dtype) -> nn.Module:

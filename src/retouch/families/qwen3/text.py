@@ -19,7 +19,7 @@ from retouch.families.text import CountsPrompts, PromptReader, counted_chats, la
 
 
 @dataclass(frozen=True)
-class ChatStates(CountsPrompts):
+class Qwen3States(CountsPrompts):
     """A prompt -> states of a Qwen3 [S, n D], as an encoder of `retouch.families.text.TextEncoders`.
 
     Attributes:
@@ -74,7 +74,7 @@ class ChatStates(CountsPrompts):
 class ChatLengths:
     """A prompt -> L of its chat [] int64: how many of the states of `chat` are no padding."""
 
-    chat: ChatStates
+    chat: Qwen3States
 
     @property
     def model(self) -> Any:

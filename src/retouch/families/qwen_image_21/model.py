@@ -173,6 +173,8 @@ class QwenImage21(FamilyModel):
         if guidance_scale > 1:
             negative = text.encode([_text(self.spec.empty_prompt, row) for row in sources], self.on_host)
             tensors |= {f"negative_{name}": t for name, t in negative.items()}
+        # Without sources there is nothing to keep outside a mask: `blending_inputs` only requires one size of all
+        # examples. With sources and masks, `predict` keeps the latents of the first source.
         if not sources[0]:
             _, mask, size = blending_inputs(self, examples)
             return Condition(tensors, mask, size, self.on_host)

@@ -73,7 +73,7 @@ def _forward(self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **
 def _layout(network: Any, slots: tuple[bool, ...], shapes: Shapes, device: torch.device) -> Layout:
     """The layout of a call, made once: every step of a solver has it again."""
     kept: LruCache[Any, Layout] = vars(network).setdefault("_layouts", LruCache(256))
-    return kept.get((slots, shapes, device), lambda: _arrange(network, slots, shapes, device))
+    return kept.get((slots, shapes, device), lambda _: _arrange(network, slots, shapes, device))
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ has no licence, in its form: a system message, integers as text, and reasoning f
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,7 +67,7 @@ _WHERE = "complex_edit/eval of github.com/UCSC-VLAA/Complex-Edit"
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedTexts:
     """The published texts: system messages of both questions, and the text of the first with {instruction}."""
 
     alignment: str
@@ -149,7 +149,7 @@ class ComplexEditReward(JudgeEntry):
 class ComplexEditScorer(JudgeScorer[ComplexEditReward]):
     """Weighted alignment and quality; the three parts, in [0, 1], are its detail."""
 
-    published: Published | None = None
+    published: PublishedTexts | None = None
 
     first_prompt = "change nothing"
 
@@ -195,7 +195,7 @@ class ComplexEditScorer(JudgeScorer[ComplexEditReward]):
         )
 
     def _sample_published(
-        self, texts: Published, item: RewardItem, source: Pixels, number: int, again: bool
+        self, texts: PublishedTexts, item: RewardItem, source: Pixels, number: int, again: bool
     ) -> dict[str, Any]:
         question = {"type": "text", "text": texts.template.replace("{instruction}", item.prompt)}
         pair = [_detailed(source), _detailed(item.image), question]
@@ -219,12 +219,7 @@ class ComplexEditScorer(JudgeScorer[ComplexEditReward]):
         return found
 
 
-def published_overall(parts: Mapping[str, float]) -> float:
-    """The published combination: the mean of the three parts."""
-    return sum(parts[name] for name in (*_ALIGNMENT, *_QUALITY)) / 3
-
-
-def read_published(folder: str) -> Published:
+def read_published(folder: str) -> PublishedTexts:
     """The texts of the user's copy, whose files are parsed and not run.
 
     Raises:
@@ -251,7 +246,7 @@ def read_published(folder: str) -> Published:
                 f"your copy of {_WHERE}"
             )
     (alignment, template), (quality,) = ([found[name] for name in names] for names in _PUBLISHED.values())
-    return Published(alignment, template, quality)
+    return PublishedTexts(alignment, template, quality)
 
 
 def _detailed(pixels: Pixels) -> dict[str, Any]:

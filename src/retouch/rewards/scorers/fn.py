@@ -130,6 +130,7 @@ def _trl_call(function: Callable[..., Sequence[Any]], items: Sequence[RewardItem
     columns["images"] = [Image.fromarray(item.image) for item in items]
     columns["source_images"] = [None if item.source is None else Image.fromarray(item.source) for item in items]
     parameters = inspect.signature(function).parameters
+    # TRL passes keywords, and a function that takes only some of them fails on the others: it gets those that it names.
     if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters.values()):
         columns = {name: column for name, column in columns.items() if name in parameters}
     no_value = Failure("scorer_error", "the function returned None for it")

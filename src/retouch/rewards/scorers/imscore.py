@@ -97,10 +97,10 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
                 f"of its own, which `retouch reward env {name}` makes; then set rewards.{name}.url"
             ) from None
         require_hub("path", self.options.path)
-        self._model = self._weights(made).eval().requires_grad_(False).to(device)
+        self._model = self._loaded(made).eval().requires_grad_(False).to(device)
         self._torch, self._device = torch, device
 
-    def _weights(self, kind: Any) -> Any:
+    def _loaded(self, kind: Any) -> Any:
         """The model with every weight from its file.
 
         Raises:

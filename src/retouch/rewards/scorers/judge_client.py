@@ -249,6 +249,8 @@ class JudgeClient:
             return Problem("refused", message=self._redacted(f"{self.address}: {error}"))
         except (httpx.RequestError, TimeoutError) as error:
             message = self._redacted(f"{self.address}: {type(error).__name__} {error}")
+            # Without a connection nobody has read the request. After any other failure the judge may be answering it,
+            # and billing it.
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 self._note_away(message)
                 return Problem("unreachable", message=message)

@@ -65,6 +65,8 @@ def read_graph(value: object) -> KnowledgeGraph:
     count = sum(len(_entries(given, key)) for key in ("elements", "dependencies"))
     if count > MOST_ENTRIES:
         raise ValueError(f"the knowledge graph has {count} elements and dependencies; at most {MOST_ENTRIES} are read")
+    # The first writing of an element stands for all that have its key, and dependencies are matched with the keys: the
+    # benchmark does not always write a name in one way.
     elements: dict[str, str] = {}
     skipped: list[str] = []
     for entry in _entries(given, "elements"):

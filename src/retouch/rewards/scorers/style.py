@@ -83,9 +83,9 @@ class StyleScorer(PackageScorer[StyleReward]):
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         readings = self._reader.score(items) if self._reader is not None else [unusable_mask(item) for item in items]
-        return [self._compared(item, reading) for item, reading in zip(items, readings, strict=True)]
+        return [self._gated_similarity(item, reading) for item, reading in zip(items, readings, strict=True)]
 
-    def _compared(self, item: RewardItem, reading: Outcome | None) -> Outcome:
+    def _gated_similarity(self, item: RewardItem, reading: Outcome | None) -> Outcome:
         if isinstance(reading, Failure):
             return reading
         assert item.reference is not None and self._encoder is not None  # spec.needs

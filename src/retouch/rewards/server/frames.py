@@ -116,11 +116,14 @@ def pack_items(items: Sequence[RewardItem]) -> tuple[list[dict[str, Any]], list[
     several items share (the source of a group) is included once."""
     places: dict[int, list[int]] = {}
     chunks: list[memoryview] = []
+    size = 0
 
     def put(pixels: Pixels) -> list[int]:
+        nonlocal size
         if id(pixels) not in places:
-            places[id(pixels)] = [sum(map(len, chunks)), *pixels.shape]
+            places[id(pixels)] = [size, *pixels.shape]
             chunks.append(raw_bytes(pixels))
+            size += len(chunks[-1])
         return places[id(pixels)]
 
     return [item_fields(item, put) for item in items], chunks

@@ -1,4 +1,4 @@
-"""How likely the target text is to the recogniser of `retouch.text_recognizer`, with a gradient.
+"""How likely the target text is to the recogniser of `retouch_glyphs.text_recognizer`, with a gradient.
 
 OCR reports which text it reads; this score measures how far the image is from the target text, and its gradient has the
 direction. A run that trains on it can exploit the network: keep `ocr` as gold.
@@ -55,7 +55,7 @@ class RecognizerReward(RewardEntry):
         return True
 
     def lacking(self, text: str) -> list[str]:
-        from retouch.text_recognizer import CHARACTERS
+        from retouch_glyphs.text_recognizer import CHARACTERS
 
         return [character for character in dict.fromkeys(folded(text)) if character not in CHARACTERS]
 
@@ -70,7 +70,7 @@ class RecognizerScorer(PixelScorer[RecognizerReward]):
         """Load the network."""
         import torch
 
-        from retouch.text_recognizer import FOLDER, WEIGHTS, packaged
+        from retouch_glyphs.text_recognizer import FOLDER, WEIGHTS, packaged
 
         packaged("cpu", torch.float32)  # read before the first item
         self.set_revision(f"{file_digest(FOLDER / WEIGHTS)} {self.spec.revision}")
@@ -98,7 +98,7 @@ class RecognizerScorer(PixelScorer[RecognizerReward]):
         Args:
             item: its image has the size of `image`.
         """
-        from retouch.text_recognizer import (
+        from retouch_glyphs.text_recognizer import (
             COLUMN,
             classes_of,
             columns_needed,

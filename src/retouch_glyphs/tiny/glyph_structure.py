@@ -1,4 +1,4 @@
-"""Train the network of `retouch.glyph_structure` on rendered letters, on a CPU in minutes.
+"""Train the network of `retouch_glyphs.glyph_structure` on rendered letters, on a CPU in minutes.
 
 Half of the letters are broken; the loss is binary cross-entropy. The robust network starts from the standard one of the
 package and is trained on every letter a second time, with a perturbation that raises this loss (adversarial training:
@@ -13,6 +13,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -25,18 +26,18 @@ from torch.nn import functional
 
 from retouch.data.sampler import derive_seed
 from retouch.files.saved_tensors import load_frozen
-from retouch.glyph_structure import WEIGHTS, GlyphNetwork, letter_pixels, packaged
 from retouch.rewards.pixels import unit_pixels
-from retouch.tiny.broken_letters import (
+from retouch.tiny.training import Updates, require_empty, save_weights, write_card
+from retouch_glyphs.glyph_structure import WEIGHTS, GlyphNetwork, letter_pixels, packaged
+from retouch_glyphs.tiny.broken_letters import (
     STRUCTURAL,
     TEST_FONTS,
     TRAIN_FONTS,
     Letter,
-    Setting,
+    LetterSetting,
     draw_letters,
     names_of,
 )
-from retouch.tiny.training import Updates, require_empty, save_weights, write_card
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +47,12 @@ SHARES = {"erase": 0.28, "add": 0.32, "warp": 0.06, "splice": 0.12, "merge": 0.0
 UNNAMED = frozenset({"splice", "other", "nothing"})
 """Defects that show no letter, or not the asked one."""
 
-ALONE = Setting(alone=True, heights=(32, 32), lowest=None)
+ALONE = LetterSetting(alone=True, heights=(32, 32), lowest=None)
 """Test letters: one in an image of 32 pixels, as a reader gets it too."""
 
 
 @dataclass(frozen=True)
-class Training:
+class StructureTraining:
     """How the standard network of the package is trained."""
 
     letters: int = 40_000
@@ -62,7 +63,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Robust(Training):
+class RobustTraining(StructureTraining):
     """How the robust network of the package is trained.
 
     Attributes:
@@ -77,12 +78,12 @@ class Robust(Training):
 
 
 def build_structure(
-    out: Path, seed: int, training: Training | None = None, fonts: Sequence[str] | None = None
+    out: Path, seed: int, training: StructureTraining | None = None, fonts: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """Train, write `out`: fp16 weights and the card, and measure on letters of other fonts.
 
     Args:
-        training: None is that of the standard network; `Robust` starts from it.
+        training: None is that of the standard network; `RobustTraining` starts from it.
         fonts: of the training letters; None takes all of `TRAIN_FONTS`.
 
     Returns:
@@ -93,7 +94,7 @@ def build_structure(
         FontsMissing: a font package is not installed.
     """
     require_empty(out)
-    training = training or Training()
+    training = training or StructureTraining()
     test = held_out_letters(training.test_letters, seed)  # first: a missing font is reported at once
     started = monotonic()
     fonts = fonts or names_of(TRAIN_FONTS)
@@ -103,7 +104,7 @@ def build_structure(
     save_weights(network, out / WEIGHTS)
     network = load_frozen(GlyphNetwork, out / WEIGHTS)
     in_words = draw_letters(training.test_letters, names_of(TEST_FONTS), derive_seed(seed, "words"), SHARES)
-    name = "glyph_structure_robust" if isinstance(training, Robust) else "glyph_structure"
+    name = "glyph_structure_robust" if isinstance(training, RobustTraining) else "glyph_structure"
     card = {
         "command": f"retouch tiny build {name} --out FOLDER --seed {seed}",
         "seed": seed,
@@ -115,12 +116,15 @@ def build_structure(
             "crops of words in test fonts": aucs(in_words, broken_probabilities(network, in_words)),
         },
     }
-    if isinstance(training, Robust):
+    if isinstance(training, RobustTraining):
         card["auc under attack"] = {
             variant: aucs(test, attacked_probabilities(attacked, test, training.epsilon))["all"]
             for variant, attacked in (("standard", packaged()), ("robust", network))
         }
     return write_card(out, card, started, drawn)
+
+
+build_robust = partial(build_structure, training=RobustTraining())
 
 
 def held_out_letters(count: int, seed: int) -> list[Letter]:
@@ -129,15 +133,15 @@ def held_out_letters(count: int, seed: int) -> list[Letter]:
     return draw_letters(count, names_of(TEST_FONTS), derive_seed(seed, "test"), shares, ALONE)
 
 
-def train(letters: Sequence[Letter], training: Training, seed: int) -> GlyphNetwork:
+def train(letters: Sequence[Letter], training: StructureTraining, seed: int) -> GlyphNetwork:
     """A network trained on batches of pairs (`draw_letters`), which are shifted by up to 2 pixels and change polarity
-    at random: from random weights, or for `Robust` from those of the standard network, on each pair and its
+    at random: from random weights, or for `RobustTraining` from those of the standard network, on each pair and its
     perturbation.
 
     The names of the shown letters are learned too: strokes that make letters are learned from them in few steps, and
     from broken or whole alone in many.
     """
-    robust = training if isinstance(training, Robust) else None
+    robust = training if isinstance(training, RobustTraining) else None
     if robust:
         network = copy.deepcopy(packaged()).requires_grad_(True).train()
     else:

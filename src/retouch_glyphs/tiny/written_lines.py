@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter
 
 from retouch.data.sampler import derive_seed
-from retouch.tiny.broken_letters import CAP, CAPITALS_ONLY, TEST_FONTS, TRAIN_FONTS, Ink, Pixels, face, names_of, shown
+from retouch_glyphs.tiny.broken_letters import (
+    CAP,
+    CAPITALS_ONLY,
+    TEST_FONTS,
+    TRAIN_FONTS,
+    Ink,
+    Pixels,
+    face,
+    names_of,
+    shown,
+)
 
 LINE_FONTS = names_of({module: names for module, names in TRAIN_FONTS.items() if module != "font_hanken_grotesk"})
 """Fonts of the training lines: those of the letters, without the family that `retouch data synth` writes signs in."""
@@ -30,7 +40,7 @@ _BASE, _HIGH, _EDGE = 100, 160, 120
 
 
 @dataclass(frozen=True)
-class Setting:
+class LineSetting:
     """How lines are shown.
 
     Attributes:
@@ -44,7 +54,7 @@ class Setting:
     longest: int = 14
 
 
-TESTED = Setting(heights=(32, 48), hard=False, longest=10)
+TESTED = LineSetting(heights=(32, 48), hard=False, longest=10)
 """Test lines: as sharp as the noise, the blur and JPEG leave them."""
 
 
@@ -63,12 +73,12 @@ class Line:
     font: str
 
 
-def draw_lines(count: int, fonts: Sequence[str], seed: int, setting: Setting | None = None) -> list[Line]:
+def draw_lines(count: int, fonts: Sequence[str], seed: int, setting: LineSetting | None = None) -> list[Line]:
     """`count` lines; a line depends on its number and the seed alone."""
-    return [draw_line(fonts, derive_seed("line", seed, i), setting or Setting()) for i in range(count)]
+    return [draw_line(fonts, derive_seed("line", seed, i), setting or LineSetting()) for i in range(count)]
 
 
-def draw_line(fonts: Sequence[str], seed: int, setting: Setting) -> Line:
+def draw_line(fonts: Sequence[str], seed: int, setting: LineSetting) -> Line:
     """A line of random text in a random font, size and colour."""
     draw = np.random.default_rng(seed)
     while True:

@@ -24,7 +24,7 @@ from retouch.imaging.masks import Box
 
 Variant = Literal["standard", "robust"]
 
-_BASES = Path(__file__).parent / "tiny" / "bases"
+_BASES = Path(__file__).parent / "bases"
 FOLDERS: dict[Variant, Path] = {
     "standard": _BASES / "glyph_structure",
     "robust": _BASES / "glyph_structure_robust",

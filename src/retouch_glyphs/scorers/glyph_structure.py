@@ -1,4 +1,4 @@
-"""How whole each letter of the target text is, by the network of `retouch.glyph_structure`.
+"""How whole each letter of the target text is, by the network of `retouch_glyphs.glyph_structure`.
 
 OCR reads broken letters as if they were whole. This score is no reading: it looks at one letter at a time, in the box
 where the recogniser found it or in an equal slice of the line. Use it beside the ocr reward, or gated by it.
@@ -20,11 +20,11 @@ from retouch.imaging.masks import Box
 from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels, with_image
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
-from retouch.rewards.scorers.character_boxes import aligned, read_characters
 from retouch.rewards.scorers.ocr import OcrReward, OcrScorer
 from retouch.rewards.scorers.reading import crop_box, crop_for, unreadable
 from retouch.rewards.scorers.weights import file_digest
 from retouch.types import Failure, Outcome, Score
+from retouch_glyphs.scorers.character_boxes import aligned, read_characters
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -97,7 +97,7 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
         """
         import torch
 
-        from retouch.glyph_structure import FOLDERS, WEIGHTS, packaged
+        from retouch_glyphs.glyph_structure import FOLDERS, WEIGHTS, packaged
 
         packaged("cpu", torch.float32, self.options.network)  # read before the first item
         self.set_revision(f"{file_digest(FOLDERS[self.options.network] / WEIGHTS)} {self.spec.revision}")
@@ -140,7 +140,7 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
         """Value and detail of an image [3, H, W] in [0, 1]; `item.image` is the same, rounded, and gives the boxes."""
         import torch
 
-        from retouch.glyph_structure import index_of, packaged, structure_of
+        from retouch_glyphs.glyph_structure import index_of, packaged, structure_of
 
         margin = self.options.crop_margin
         text = unreadable(item, margin) or text_to_read(item)

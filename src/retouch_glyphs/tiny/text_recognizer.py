@@ -1,4 +1,4 @@
-"""Train the network of `retouch.text_recognizer` on rendered lines, on a CPU in minutes.
+"""Train the network of `retouch_glyphs.text_recognizer` on rendered lines, on a CPU in minutes.
 
 The loss is CTC; in the first third of the training a cross-entropy on the columns of the characters' centres is added,
 without which CTC learns nothing for many steps. The card beside the weights has the seed, the fonts, and the share of
@@ -25,7 +25,9 @@ from retouch.files.saved_tensors import load_frozen
 from retouch.imaging.masks import mask_box
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.text_distance import edit_distance
-from retouch.text_recognizer import (
+from retouch.tiny.signs import draw_sign, draw_words
+from retouch.tiny.training import Updates, require_empty, save_weights, write_card
+from retouch_glyphs.text_recognizer import (
     COLUMN,
     HEIGHT,
     WEIGHTS,
@@ -34,9 +36,7 @@ from retouch.text_recognizer import (
     line_pixels,
     read_greedily,
 )
-from retouch.tiny.signs import draw_sign, draw_words
-from retouch.tiny.training import Updates, require_empty, save_weights, write_card
-from retouch.tiny.written_lines import LINE_FONTS, TESTED, UNSEEN_FONTS, Line, Setting, draw_lines
+from retouch_glyphs.tiny.written_lines import LINE_FONTS, TESTED, UNSEEN_FONTS, Line, LineSetting, draw_lines
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _WIDEST = 88  # columns of a training line
 
 
 @dataclass(frozen=True)
-class Training:
+class RecognizerTraining:
     """How the network of the package is trained."""
 
     lines: int = 18_000
@@ -61,7 +61,7 @@ class Training:
 
 
 def build_recognizer(
-    out: Path, seed: int, training: Training | None = None, fonts: Sequence[str] | None = None
+    out: Path, seed: int, training: RecognizerTraining | None = None, fonts: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """Train, write `out`: fp16 weights and the card, and measure on lines of other fonts and on signs.
 
@@ -76,10 +76,10 @@ def build_recognizer(
         FontsMissing: a font package is not installed.
     """
     require_empty(out)
-    training = training or Training()
+    training = training or RecognizerTraining()
     unseen = {
         f"{low} pixels": draw_lines(
-            training.test_lines, UNSEEN_FONTS, derive_seed(seed, "test", low), Setting((low, high), False, 10)
+            training.test_lines, UNSEEN_FONTS, derive_seed(seed, "test", low), LineSetting((low, high), False, 10)
         )
         for low, high in (TESTED.heights, (16, 24))
     }  # first: a missing font is reported at once
@@ -144,7 +144,9 @@ def inputs_of(lines: Sequence[Line], seed: int) -> list[Tensor]:
     return made
 
 
-def train(pixels: Sequence[Tensor], lines: Sequence[Line], training: Training, seed: int) -> RecognizerNetwork:
+def train(
+    pixels: Sequence[Tensor], lines: Sequence[Line], training: RecognizerTraining, seed: int
+) -> RecognizerNetwork:
     """A network trained from random weights on batches of one width, with noise, shifts by up to 2 pixels, and random
     polarity."""
     with torch.random.fork_rng(devices=[]):

@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from retouch.data.sampler import derive_seed
 from retouch.errors import FontsMissing
-from retouch.glyph_structure import LETTERS
+from retouch_glyphs.glyph_structure import LETTERS
 
 TRAIN_FONTS: dict[str, tuple[str, ...]] = {
     "font_hanken_grotesk": (
@@ -82,7 +82,7 @@ class Letter:
 
     Attributes:
         pixels: [h, w, 3] uint8 RGB, a crop around the letter.
-        asked: index in `retouch.glyph_structure.LETTERS`.
+        asked: index in `retouch_glyphs.glyph_structure.LETTERS`.
         defect: of `DEFECTS`; None for a whole letter.
     """
 
@@ -93,7 +93,7 @@ class Letter:
 
 
 @dataclass(frozen=True)
-class Setting:
+class LetterSetting:
     """How letters are shown.
 
     Attributes:
@@ -146,7 +146,7 @@ def draw_letters(
     fonts: Sequence[str],
     seed: int,
     shares: Mapping[str, float],
-    setting: Setting | None = None,
+    setting: LetterSetting | None = None,
 ) -> list[Letter]:
     """`count` letters: pairs of a whole and a broken one. A pair depends on its number and the seed alone.
 
@@ -158,12 +158,12 @@ def draw_letters(
 
 
 def draw_pair(
-    fonts: Sequence[str], seed: int, shares: Mapping[str, float], setting: Setting | None = None
+    fonts: Sequence[str], seed: int, shares: Mapping[str, float], setting: LetterSetting | None = None
 ) -> tuple[Letter, Letter]:
     """A letter, whole and broken, in one random font, size and colour, with the same blur and noise: they differ
     in the defect alone."""
     draw = np.random.default_rng(seed)
-    setting = setting or Setting()
+    setting = setting or LetterSetting()
     defects = list(shares)
     weights = np.array([shares[d] for d in defects])
     while True:
@@ -179,14 +179,14 @@ def draw_pair(
         return Letter(whole, asked, None, name), Letter(broken, asked, defect, name)
 
 
-def _height(draw: Generator, setting: Setting) -> int:
+def _height(draw: Generator, setting: LetterSetting) -> int:
     low, high = setting.heights
     if setting.lowest is not None and draw.random() < 1 / 3:
         low, high = setting.lowest, low
     return int(draw.integers(low, high + 1))
 
 
-def _inks(draw: Generator, name: str, letter: str, defect: str, setting: Setting) -> tuple[Ink, Ink] | None:
+def _inks(draw: Generator, name: str, letter: str, defect: str, setting: LetterSetting) -> tuple[Ink, Ink] | None:
     """Ink of a letter with its neighbours, whole and broken, cropped, [h, w] in [0, 1]; None if the defect cannot be
     seen in any of five attempts, or the box of a thin letter is empty."""
     font, vary = face(name), variation(draw)
@@ -340,7 +340,7 @@ def _at(ink: Ink, x: Ink, y: Ink) -> Ink:
     return (upper * (1 - v) + (ink[j + 1, i] * (1 - u) + ink[j + 1, i + 1] * u) * v).astype(np.float32)
 
 
-def _box(draw: Generator, ink: Ink, setting: Setting) -> tuple[int, int, int, int]:
+def _box(draw: Generator, ink: Ink, setting: LetterSetting) -> tuple[int, int, int, int]:
     """A box around a letter as recognisers and equal slices give them: as high as its line or its ink, and somewhat too
     narrow or too wide."""
     rows, columns = np.nonzero(ink > 0.3)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from retouch.files.saved_tensors import load_frozen
 from retouch.imaging.lines import greedy_reading
 
-FOLDER = Path(__file__).parent / "tiny" / "bases" / "text_recognizer"
+FOLDER = Path(__file__).parent / "bases" / "text_recognizer"
 """The network that comes with the package, and the card of its training."""
 
 WEIGHTS = "model.safetensors"

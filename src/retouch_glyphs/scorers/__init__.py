@@ -1,0 +1,1 @@
+"""Scorers on the networks of letters."""

@@ -1,0 +1,1 @@
+"""Training of the networks of letters on rendered text, and the text."""
