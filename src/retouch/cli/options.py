@@ -19,13 +19,21 @@ Trust = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="JSON output.")]
 
 
-def start_logging(verbose: bool = False) -> None:
-    """Send log lines to standard error."""
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors on standard error.")]
+
+
+def start_logging(verbose: bool = False, quiet: bool = False) -> None:
+    """Send log lines to standard error.
+
+    Args:
+        quiet: only warnings and errors, and no progress bar; log.txt of a run is not affected.
+    """
     from rich.console import Console
     from rich.logging import RichHandler
 
     handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S", markup=False)
     handler.addFilter(lambda record: not getattr(record, "in_bar", False))  # the progress bar shows these
+    handler.setLevel(logging.WARNING if quiet else logging.NOTSET)
     handler.setFormatter(PrintableFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("retouch").setLevel(logging.DEBUG if verbose else logging.INFO)

@@ -47,10 +47,13 @@ def sample(
     ] = None,
     more_image: Annotated[
         list[Path] | None,
-        typer.Option(help="Another source image beside --image, for a model that reads several; repeatable."),
+        typer.Option(
+            metavar="IMAGE", help="Another source image beside --image, for a model that reads several; repeatable."
+        ),
     ] = None,
     mask: Annotated[
-        list[Path] | None, typer.Option(help="Mask of --image, white = repaint; repeat it for several regions.")
+        list[Path] | None,
+        typer.Option(metavar="MASK", help="Mask of --image, white = repaint; repeat it for several regions."),
     ] = None,
     box: Annotated[
         list[str] | None,
@@ -66,6 +69,7 @@ def sample(
     text: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="TEXT",
             help="Target text, inserted into the run's prompt template; repeat it for several texts, with one --box or "
             "--mask for all, or one for each in the same order.",
         ),
@@ -153,8 +157,9 @@ def evaluate(
     run: Annotated[
         list[Path] | None,
         typer.Option(
+            metavar="RUN_DIR",
             help="Run directory; compares the base, the weights after the supervised warm-up, and the newest. Repeat "
-            "the option to compare the newest weights of several runs."
+            "the option to compare the newest weights of several runs.",
         ),
     ] = None,
     config: Config = None,

@@ -317,20 +317,29 @@ def cost_lines(run: RunConfig, known: Cost) -> list[str]:
     return ["cost", *(f"  {name:14} {told}" for name, told in told_of(run, known))]
 
 
-def told_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
-    """(what, numbers)."""
+def details_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
+    """(what, numbers) of a forward."""
+    if isinstance(run.algorithm, Objective):
+        yield "a forward", forward_told(run)
+    if known.tflop_per_forward is not None and known.tflops is not None:
+        size = " x ".join(map(str, run.data.size))
+        yield "TFLOP", f"{known.tflop_per_forward:.3g} a forward at {size}"
+
+
+def told_of(run: RunConfig, known: Cost, *, details: bool = True) -> Iterator[tuple[str, str]]:
+    """(what, numbers).
+
+    Args:
+        details: with those of `details_of`.
+    """
     f = known.forwards
     if known.images:
         yield "images", f"{known.images_per_epoch:,} an epoch, {known.images:,.0f} in the run"
         parts = ((f.sampling, "sampled"), (f.ratios, "for ratios and references"), (f.training, "to train"))
         yield "forwards", " + ".join(f"{count:g} {what}" for count, what in parts if count) + " an image"
-    if isinstance(run.algorithm, Objective):
-        yield "a forward", forward_told(run)
     if known.supervised_rows:
         yield "supervised", f"{known.supervised_rows:,.0f} rows"
-    if known.tflop_per_forward is not None and known.tflops is not None:
-        size = " x ".join(map(str, run.data.size))
-        yield "TFLOP", f"{known.tflop_per_forward:.3g} a forward at {size}"
+    yield from details_of(run, known) if details else ()
     if known.gpu_hours is not None:
         how = "measured" if known.measured else "derived"
         yield "GPU hours", f"{known.gpu_hours:,.0f} on {known.gpu} at {known.tflops:.0f} TFLOP/s ({how})"
