@@ -31,6 +31,8 @@ from retouch.tiny.signs import (
     write_signs,
 )
 from tests import forked, remembered, tiers
+from tests.browser import browser as browser
+from tests.browser import page as page
 from tests.command_line import retouch
 from tests.families.facts import text_length
 from tests.tiny_models import shallow_flux

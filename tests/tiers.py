@@ -62,10 +62,11 @@ def read(path: Path = RECORD) -> Record:
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
-    """Put every test that `make test` leaves out into the tier `ci`."""
+    """Put every test that `make test` leaves out into the tier `ci`, and those of a browser, which starts slowly."""
     record = read()
     for item in items:
-        if record.leaves_out(item.nodeid) and item.get_closest_marker("fast") is None:
+        driven = "browser" in getattr(item, "fixturenames", ())
+        if (driven or record.leaves_out(item.nodeid)) and item.get_closest_marker("fast") is None:
             item.add_marker(pytest.mark.ci)
 
 
