@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -115,14 +115,33 @@ def loss_text(record: Mapping[str, Any]) -> str:
 
 
 def means_text(means: Mapping[str, float]) -> str:
-    """The means of an evaluation. A detail is left out if its value has another name already: `ocr.ned` beside an equal
-    `ocr`, or `preservation.outside_l1` beside an equal `outside_l1`."""
+    """The means of an evaluation, without those that have another name already."""
+    again = repeated_names(means)
+    return ", ".join(f"{name} {value:.3f}" for name, value in means.items() if name not in again)
 
-    def repeated(name: str) -> bool:
+
+def repeated_names(*means: Mapping[str, float | None]) -> set[str]:
+    """Details whose values have another name in each of some evaluations: of a reward, one that its value is
+    (`ocr.ned`), and what evaluations measure, too (`preservation.outside_l1` beside `outside_l1`). Another detail that
+    happens to be equal, such as exact matches where nothing can be read, has a name of its own."""
+    found = set[str]()
+    for name in means[0]:
         reward, _, detail = name.partition(".")
-        return bool(detail) and means[name] in (means.get(reward), means.get(detail))
+        others = [detail, *([reward] if detail == _value_of(reward, means) else [])]
+        if detail and any(all(one.get(name) == one.get(other, _NOTHING) for one in means) for other in others):
+            found.add(name)
+    return found
 
-    return ", ".join(f"{name} {value:.3f}" for name, value in means.items() if not repeated(name))
+
+_NOTHING = object()
+
+
+def _value_of(reward: str, means: Sequence[Mapping[str, float | None]]) -> str | None:
+    """The detail that a reward which reads returns as its value."""
+    equal = (
+        n for n in ("ned", "confidence") if all(one.get(f"{reward}.{n}", _NOTHING) == one.get(reward) for one in means)
+    )
+    return next(equal, None)
 
 
 class LogFile:
