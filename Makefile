@@ -100,6 +100,7 @@ define install
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu, install the package python3-venv" >&2; exit 2; }
 	@echo "installing into .venv ..."
 	$(subst --quiet,,$(PIP)) -e ".[$(1)]"
+	@echo "compiling ..."
 	@$(BIN)/python -c "import retouch.cli, torch, diffusers.models, transformers, accelerate, peft, rapidocr"
 endef
 OF_DEMO := train,serve,ocr

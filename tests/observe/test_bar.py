@@ -122,6 +122,7 @@ def test_its_lines_fit_the_terminal(config: Config, monkeypatch: pytest.MonkeyPa
 
 def test_quiet_shows_no_bar(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     for quiet in (True, False):
         start_logging(quiet=quiet)
         logging.getLogger().handlers[0].console = terminal()  # type: ignore[attr-defined]

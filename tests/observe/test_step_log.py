@@ -52,6 +52,16 @@ def test_lines_that_a_bar_shows_stay_out_of_the_terminal(
     assert [bool(terminal.filter(r)) for r in caplog.records] == [True, False]
 
 
+def test_a_record_in_a_file_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any length: a terminal breaks lines, and a file that is searched for words has them whole."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setenv("COLUMNS", "40")
+    start_logging()
+    logging.getLogger("retouch.test").info("many words " * 40)
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.partition("INFO")[2].split() == ["many", "words"] * 40
+
+
 def test_a_run_without_a_terminal_says_its_steps(finished: Callable[[str], Path]) -> None:
     assert "step 1 of 4: loss " in (finished("full") / "log.txt").read_text(encoding="utf-8")
 

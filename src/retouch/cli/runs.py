@@ -162,7 +162,7 @@ def _summary(config: RunConfig, derived: Mapping[str, float], price: Cost) -> It
     yield "steps", steps
     if (held := _released_bytes(config, price.world_size)) is not None:
         yield "memory", f"{held} a process, and activations; --memory lists it"
-    yield from told_of(config, price, details=False)
+    yield from told_of(config, price)
 
 
 def _released_bytes(config: RunConfig, world_size: int) -> str | None:

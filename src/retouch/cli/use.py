@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retouch.cli.options import Json, Trust, parse_size, start_logging
+from retouch.cli.options import Json, Trust, note_loading, parse_size, start_logging
 from retouch.config import load_run
 from retouch.config.base import MOST_IMAGES
 from retouch.config.needs import DATA_SECTIONS
@@ -129,6 +129,7 @@ def sample(
     chosen = items_to_sample(trained.config, request)
     with writing(out):
         make_folder(out)
+        note_loading(trained.config.model.family)
         from retouch.use.sampling import sample_to_folder
 
         for path in sample_to_folder(trained, request, chosen, out):
@@ -147,6 +148,7 @@ def demo_ui(
     """Serve a local page to mask an image and compare samples of the base and the trained weights."""
     start_logging()
     trained = find_trained(run, config, weights, raw, DATA_SECTIONS, trust)
+    note_loading(trained.config.model.family)
     from retouch.use.page import serve
 
     serve(trained, port)
@@ -234,6 +236,7 @@ def evaluate(
     from retouch.observe.comparison import run_names
     from retouch.use.comparison import compare, compare_runs, comparison_table
 
+    note_loading(found[0].config.model.family)
     with writing(out or "--out"):
         if len(runs) > 1:
             places = run_names(runs)
@@ -315,6 +318,7 @@ def report(
 @app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN [RUN ...]", help="Run directories.")],
+    as_json: Json = False,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("compare.html"),
     open_it: Open = False,
 ) -> None:
@@ -325,9 +329,8 @@ def compare(
         found = write_comparison(run_names(runs), out)
     for problem in found.problems:
         typer.echo(f"warning: {problem}", err=True)
-    for verdict in found.verdicts:
-        typer.echo(verdict)
-    typer.echo(str(found.path))
+    told = {"page": str(found.path), "verdicts": [*found.verdicts], "problems": [*found.problems]}
+    typer.echo(json.dumps(told, indent=2) if as_json else "\n".join([*found.verdicts, str(found.path)]))
     if open_it:
         typer.launch(str(found.path))
 

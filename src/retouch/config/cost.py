@@ -326,12 +326,8 @@ def details_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
         yield "TFLOP", f"{known.tflop_per_forward:.3g} a forward at {size}"
 
 
-def told_of(run: RunConfig, known: Cost, *, details: bool = True) -> Iterator[tuple[str, str]]:
-    """(what, numbers).
-
-    Args:
-        details: with those of `details_of`.
-    """
+def told_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
+    """(what, numbers) of the run."""
     f = known.forwards
     if known.images:
         yield "images", f"{known.images_per_epoch:,} an epoch, {known.images:,.0f} in the run"
@@ -339,10 +335,14 @@ def told_of(run: RunConfig, known: Cost, *, details: bool = True) -> Iterator[tu
         yield "forwards", " + ".join(f"{count:g} {what}" for count, what in parts if count) + " an image"
     if known.supervised_rows:
         yield "supervised", f"{known.supervised_rows:,.0f} rows"
-    yield from details_of(run, known) if details else ()
     if known.gpu_hours is not None:
         how = "measured" if known.measured else "derived"
-        yield "GPU hours", f"{known.gpu_hours:,.0f} on {known.gpu} at {known.tflops:.0f} TFLOP/s ({how})"
+        each = (
+            f", {known.gpu_hours / known.world_size:,.0f} on each of the {known.world_size}"
+            if known.world_size > 1
+            else ""
+        )
+        yield "GPU hours", f"{known.gpu_hours:,.0f} on {known.gpu} at {known.tflops:.0f} TFLOP/s ({how}){each}"
     if known.epoch_seconds and known.rollout_seconds:
         where = f"{known.world_size} GPU" + ("s" if known.world_size > 1 else "")
         yield "an epoch", f"{known.epoch_seconds:,.0f} s on {where}, {known.rollout_seconds:,.0f} s of them to sample"

@@ -89,7 +89,7 @@ class Work:
         self._last = ""
 
     def inside(self, part: str, phase: str, step: int) -> Inside | None:
-        """What is being done; None between epochs and in supervised steps, which are short.
+        """The work under way; None between epochs and in supervised steps, which are short.
 
         Args:
             part: current part of the run's stopwatch.

@@ -42,7 +42,7 @@ class Ending:
 
     Attributes:
         steps: of the two evaluations that are compared; () if there are not two.
-        held_out: whether no image of theirs is trained on.
+        held_out: whether none of their images is trained on.
         gains: measure -> its gain.
         report: None if it could not be written.
         next_commands: to look at samples, and to use the weights elsewhere.

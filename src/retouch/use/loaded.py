@@ -79,8 +79,8 @@ class Loaded:
         self._is_base = False
 
     def _scaled(self, state: Mapping[str, Tensor], strength: float) -> dict[str, Tensor]:
-        """Trained weights with another share of their change. Of a LoRA that began as no change, only B is scaled: the
-        change is B A."""
+        """Trained weights with another share of their change. A LoRA that began as no change has only its B scaled, for
+        its change is B A."""
         updates = {name for name in state if is_update(name)}
         scaled = updates if updates and not any(bool(self._base[n].any()) for n in updates) else set(state)
         return {

@@ -162,8 +162,8 @@ def serve(trained: Trained, port: int) -> None:
     blocks.block_thread()
 
 
-LOOK: Mapping[str, Any] = {"footer_links": [], "css": ".retouch-samples {min-height: 20rem}"}
-"""Options of gradio for the look of the page."""
+LOOK: Mapping[str, Any] = {"footer_links": []}
+"""Options of gradio for the look of the page: no links to other pages."""
 
 
 class Form:
@@ -245,7 +245,7 @@ def page(gradio: Any, studio: Studio) -> Any:
                 left = "base" if studio.checkpoints else "input"
                 slider = gradio.ImageSlider(
                     label=f"{left} | {'trained' if studio.checkpoints else 'sample'}", type="pil", format="png",
-                    interactive=False, elem_id="compared", elem_classes="retouch-samples",
+                    interactive=False, elem_id="compared",
                 )  # fmt: skip
                 all_of_them = gradio.Gallery(
                     label="All samples; click one to compare it", format="png", columns=2, height="auto",
