@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from retouch.cli.options import Json, Overrides, RunFile, Trust, parse_size, start_logging
+from retouch.cli.options import Json, Overrides, RunFile, Trust, note_loading, parse_size, start_logging
 from retouch.config import load_run
 from retouch.config.errors import nearest
 from retouch.errors import ConfigError
@@ -76,7 +76,9 @@ def precompute(
     trust: Trust = False,
 ) -> None:
     """Encode all prompts, references and images of RUN.yaml; with model.embeddings=OUT a run needs no encoders."""
+    start_logging()
     config = load_run(run, overrides or [], trust=trust or None)
+    note_loading(config.model.family)
     from retouch.use.precompute import precompute as encode
 
     with writing(out):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,16 +36,25 @@ def start_logging(verbose: bool = False, quiet: bool = False) -> None:
     logging.getLogger("retouch").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
+class _Lines(logging.StreamHandler[Any]):
+    """Writes to what standard error is at each record: a program may have put another stream there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def _handler() -> logging.Handler:
     """Log lines for a terminal, or, in a file or a pipe, one line for each record, which nothing breaks."""
     from rich.console import Console
     from rich.logging import RichHandler
 
-    console, handler = Console(stderr=True), logging.StreamHandler()
+    console = Console(stderr=True)
     if console.is_terminal:
         rich = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S", markup=False)
         rich.setFormatter(PrintableFormatter("%(message)s"))
         return rich
+    handler = _Lines()
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)-8s %(message)s", "%H:%M:%S"))
     return handler
 
