@@ -99,7 +99,8 @@ define install
 	@$(PYTHON) -m venv .venv || { \
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu, install the package python3-venv" >&2; exit 2; }
 	@echo "installing into .venv ..."
-	$(PIP) -e ".[$(1)]"
+	$(subst --quiet,,$(PIP)) -e ".[$(1)]"
+	@echo "compiling ..."
 	@$(BIN)/python -c "import retouch.cli, torch, diffusers.models, transformers, accelerate, peft, rapidocr"
 endef
 OF_DEMO := train,serve,ocr

@@ -45,10 +45,9 @@ run = retouch.train(
     data={"path": data / "prompts"},
     warmup_data=None,
     algorithm={"warmup_steps": 0},
-    rewards={"ocr": {"url": None}},
     training={"max_steps": STEPS},
     evaluation={"data": {"path": data / "held_out"}, "num_examples": 16},
-    **{"rollout.group_size": 4, "optimizer.batch_size_per_device": 12},
+    **{"rollout.group_size": 4, "optimizer.batch_size_per_device": 12, "rewards.ocr.url": None},
 )
 print(run)
 

@@ -14,7 +14,7 @@ from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
 from retouch.config import parse_run
-from retouch.doctor import diagnose
+from retouch.doctor.diagnosis import diagnose
 from retouch.families.loading import tiny_path
 from tests.command_line import retouch
 

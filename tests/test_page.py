@@ -1,18 +1,17 @@
 """`retouch demo-ui`: the page draws what `retouch sample` draws.
 
-gradio asks for another Pillow than the tests are made with: functions of the same names stand for it, and where the
-real one is installed the page is tested over HTTP as well.
+gradio asks for another Pillow than the tests are made with: a stand-in keeps what the page makes of it, and where the
+real one is installed the page is tested in a browser as well.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
+import os
 import shutil
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,12 +24,16 @@ from PIL import Image
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.types import Diverged
-from retouch.use.page import Asked, Studio, _request, page
+from retouch.use.page import LOOK, Asked, Studio, _mask, _request, page
 from retouch.use.trained import Trained
+from tests.browser import Browser, Page
 from tests.command_line import retouch
 from tests.test_use import drawn, inside, pixels
+from tests.tiny_models import tiny_model
 
 Finished = Callable[[str], Path]
+
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +133,7 @@ def test_a_mask_is_asked_for_where_the_run_needs_one(
     for references, todo in ((False, "optionally paint"), (True, "paint over the region to repaint")):
         run = config(model__family="flux_kontext", model__path="folder", model__reference_images=references)
         studio = Studio(Trained(run, {}))
-        assert todo in paged(studio).texts[0]
+        assert todo in paged(studio)["Markdown"].given[0]
     with pytest.raises(ConfigError, match="paint over the region to repaint"):
         studio.repaint({**drawing, "layers": []}, Asked(text="A"))
 
@@ -138,9 +141,54 @@ def test_a_mask_is_asked_for_where_the_run_needs_one(
 def test_runs_that_the_page_is_not_for(config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     """Told before a network is loaded."""
     monkeypatch.setattr("retouch.use.page.Loaded", lambda *_, **__: pytest.fail("the model was loaded"))
-    run = config(model__family="qwen_image")
-    with pytest.raises(ConfigError, match=r"^demo-ui: qwen_image generates from prompts, without a source image; use"):
+    run = load_run(CONFIGS / "tiny/qwen_image_edit_vlm_grpo.yaml")
+    with pytest.raises(ConfigError, match=r"^demo-ui: the run trained a text encoder; use `retouch sample`"):
         Studio(Trained(run, {}))
+
+
+def test_a_family_that_generates_from_prompts(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """As `retouch sample --prompt`, which needs no image and no data."""
+    file = tmp_path / "prompts.yaml"
+    model = {"family": "sd3", "path": tiny_model("sd3"), "dtype": "fp32"}
+    data = {"format": "prompts", "path": "p.txt", "resolution": [32, 64]}
+    file.write_text(yaml.safe_dump(run_file(model=model, data=data, warmup_data=None, evaluation={})), encoding="utf-8")
+    studio = Studio(Trained(load_run(file), {}))
+    one, other = studio.repaint(None, Asked(prompt="A sign", steps=1, count=2))
+    drawn_ones = drawn(tmp_path / "out", "--config", file, "--prompt", "A sign", "--steps", 1, "--count", 2)
+    assert [np.asarray(image).tolist() for image in (one, other)] == [image.tolist() for image in drawn_ones.values()]
+    with pytest.raises(ConfigError, match="enter a target text or a whole prompt"):
+        studio.repaint(None, Asked())
+    refused = retouch("sample", "--config", file, "--prompt", "A", "--box", "0,0,8,8", "--out", tmp_path / "x")
+    assert refused.err.splitlines()[-1].startswith("error: --box: given, but sd3 generates whole images from prompts")
+
+
+def test_strength_scales_what_was_trained(studio: Studio, drawing: dict[str, Any]) -> None:
+    """0 is the base, 1 the trained weights; of a LoRA B is scaled, whose change is B A."""
+
+    def images(strength: float) -> list[Any]:
+        asked = Asked(text="SALE", steps=2, strength=strength)
+        return [np.asarray(image) for image in studio.repaint(drawing, asked)]
+
+    (base, none), (_, half), (_, whole) = images(0.0), images(0.5), images(1.0)
+    assert np.array_equal(base, none) and not np.array_equal(half, whole) and not np.array_equal(half, base)
+
+
+def test_every_checkpoint_of_a_run_can_be_chosen(studio: Studio, drawing: dict[str, Any], finished: Finished) -> None:
+    names = list(studio.checkpoints)
+    assert names[0] == "step 4" and studio.checkpoints["step 4"] == studio.trained.newest
+    assert all(folder.is_dir() for folder in studio.checkpoints.values())
+    earlier, newest = (
+        studio.repaint(drawing, Asked(text="SALE", steps=2, checkpoint=name))[1] for name in (names[-1], names[0])
+    )
+    assert (earlier.tobytes() == newest.tobytes()) == (len(names) == 1)
+
+
+def test_translucent_paint_is_the_whole_mask() -> None:
+    """The middle of a stroke is repainted, and its edge as far as half of it is covered."""
+    layer = Image.fromarray(np.array([[[255, 0, 0, alpha] for alpha in (0, 32, 64, 127, 255)]], np.uint8))
+    mask = _mask([layer, layer], (5, 1))
+    assert mask is not None and np.asarray(mask).tolist() == [[0, 64, 128, 254, 255]]
+    assert _mask([Image.new("RGBA", (5, 1))], (5, 1)) is None and _mask([], (5, 1)) is None
 
 
 def test_a_missing_gradio_is_named_before_a_network_is_loaded(
@@ -150,100 +198,80 @@ def test_a_missing_gradio_is_named_before_a_network_is_loaded(
         pytest.skip("gradio is here")
     monkeypatch.setattr("retouch.use.page.Studio", lambda *_: pytest.fail("the model was loaded"))
     outcome = retouch("demo-ui", "--run", finished("lora"))
-    assert (outcome.code, outcome.err) == (2, 'error: gradio is not installed: pip install "retouch[ui]"\n')
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1] == 'error: gradio is not installed: pip install "retouch[ui]"'
 
 
-# --- the page: what is shown, and what the button does ---
+# --- the page: what is shown, and what the buttons do ---
 
 
-@dataclass
 class Component:
-    label: str | None
-    value: Any = None
+    """A component of the page: its options, and what its events call."""
 
+    def __init__(self, kind: str, *given: Any, **options: Any) -> None:
+        self.kind, self.given, self.options = kind, given, options
+        self.name = str(options.get("elem_id", options.get("label", "")))
+        self.value = options.get(
+            "value", given[0] if kind in ("Number", "State") else "" if kind == "Textbox" else None
+        )
 
-class Blocks:
-    """The page of the stand-in: its components, what the button does, and how it was shown."""
-
-    def __init__(self, *, title: str, analytics_enabled: bool) -> None:
-        self.texts: list[str] = []
-        self.click: tuple[Callable[..., Any], list[Component], list[Component], str] | None = None
-        self.launched: dict[str, Any] = {}
-
-    def __enter__(self) -> Blocks:
+    def __enter__(self) -> Component:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
-    def launch(self, *, server_name: str, server_port: int, share: bool) -> None:
-        self.launched = {"server_name": server_name, "server_port": server_port, "share": share}
+    def click(self, function: Any, inputs: Any = None, outputs: Any = None, api_name: Any = None) -> None:
+        self.called = function, inputs or [], outputs, api_name
 
-    @property
-    def labels(self) -> list[str | None]:
-        assert self.click is not None
-        return [component.label for component in self.click[1]]
+    select = click
 
-    def press(self, **values: Any) -> dict[str | None, Any]:
-        """Click, with other values than the first ones by label -> what is shown by label."""
-        assert self.click is not None
-        function, inputs, outputs, _ = self.click
-        assert values.keys() <= {component.label for component in inputs}
-        shown = function(*[values.get(str(component.label), component.value) for component in inputs])
-        return dict(zip([component.label for component in outputs], shown, strict=True))
+    def launch(self, **options: Any) -> None:
+        self.launched = options
+
+    def block_thread(self) -> None: ...
 
 
 class StandIn(ModuleType):
-    """The functions of gradio 6 that are used, with its names of arguments."""
+    """gradio as far as it is used: every function is a component of its name, which the page keeps."""
 
     class Error(Exception):
-        def __init__(self, message: str) -> None:
+        def __init__(self, message: str, print_exception: bool = True) -> None:
+            assert not print_exception  # or gradio prints a traceback on the terminal
             super().__init__(message)
+
+    class SelectData: ...
 
     def __init__(self) -> None:
         super().__init__("gradio")
-        self.page: Blocks | None = None
-        self.Row = self.Column = contextlib.nullcontext
+        self.made: list[Component] = []
 
-    def Blocks(self, *, title: str, analytics_enabled: bool) -> Blocks:
-        self.page = Blocks(title=title, analytics_enabled=analytics_enabled)
-        return self.page
+    def __getattr__(self, kind: str) -> Any:
+        if not kind[0].isupper():
+            raise AttributeError(kind)
 
-    def Markdown(self, value: str) -> None:
-        assert self.page is not None
-        self.page.texts.append(value)
+        def make(*given: Any, **options: Any) -> Component:
+            self.made.append(Component(kind, *given, **options))
+            return self.made[-1]
 
-    def Brush(self, *, colors: list[str]) -> list[str]:
-        return colors
+        return make
 
-    def ImageEditor(self, *, type: str, label: str, brush: list[str]) -> Component:
-        assert type == "pil"
-        return Component(label)
+    def __getitem__(self, name: str) -> Component:
+        return next(one for one in self.made if name in (one.name, one.kind))
 
-    def Textbox(self, *, label: str) -> Component:
-        return Component(label, "")
-
-    def Number(self, value: float | None, *, label: str, precision: int) -> Component:
-        return Component(label, value)
-
-    def Image(self, *, label: str, type: str = "numpy", format: str = "webp") -> Component:
-        assert (type, format) in (("pil", "webp"), ("numpy", "png"))  # what is given, and what is shown
-        return Component(label)
-
-    def Button(self, value: str, *, variant: str) -> Any:
-        def click(fn: Any, inputs: list[Component], outputs: list[Component], *, api_name: str) -> None:
-            assert self.page is not None
-            self.page.click = (fn, inputs, outputs, api_name)
-
-        return SimpleNamespace(click=click)
+    def press(self, **values: Any) -> tuple[Any, ...]:
+        """Click on Sample, with other values than the first ones by name -> what is shown."""
+        function, inputs, _, _ = self["sample"].called
+        assert values.keys() <= {one.name for one in inputs}
+        return tuple(function(*[values.get(one.name, one.value) for one in inputs]))
 
 
 class Recorder:
     """A studio that notes what it is asked for; or raises `error`."""
 
-    def __init__(self, *, takes_references: bool = False, edits: bool = False, pictures: int = 2) -> None:
+    def __init__(self, *, takes_references: bool = False, edits: bool = False, image: bool = True, base: bool = True):
         self.trained = SimpleNamespace(config=SimpleNamespace(name="run"))
-        self.takes_references, self.edits = takes_references, edits
-        self.pictures = [Image.new("L", (1, 1), n) for n in range(pictures)]
+        self.takes_references, self.edits, self.takes_image, self.steps = takes_references, edits, image, 4
+        self.checkpoints = {"step 4": Path("four"), "step 2": Path("two")} if base else {}
         self.asked: list[tuple[Any, Asked]] = []
         self.error: Exception | None = None
 
@@ -251,42 +279,66 @@ class Recorder:
         self.asked.append((drawing, asked))
         if self.error is not None:
             raise self.error
-        return self.pictures
+        return [Image.new("L", (1, 1), n) for n in range(asked.count * (2 if self.checkpoints else 1))]
 
 
-def paged(studio: Any) -> Blocks:
-    return page(StandIn(), studio)
+def paged(studio: Any) -> StandIn:
+    page(made := StandIn(), studio)
+    return made
 
 
 def test_the_page_asks_for_what_is_entered() -> None:
     studio = Recorder()
-    blocks = paged(studio)
-    entered = {
-        "Image": "drawn",
-        "Target text": "SALE",
-        "Whole prompt, instead of the text": "A sign",
-        "Seed": 3.0,
-    }
-    shown = blocks.press(**entered, **{"Steps; empty: the run's": 2.0})
-    assert shown == dict(zip(("Base", "Trained"), studio.pictures, strict=True))
-    blocks.press(Seed=None)  # as gradio says an empty number
-    assert studio.asked == [("drawn", Asked("SALE", "A sign", None, 3, 2)), (None, Asked())]
-    assert blocks.texts == ["## run: paint over the region to repaint"]
-    assert blocks.click is not None and blocks.click[3] == "sample"
+    shown = paged(studio)
+    entered = {"editor": {"background": None, "layers": []}, "text": "SALE", "prompt": "A sign", "seed": 3.0}
+    first, gallery, pairs = shown.press(**entered, steps=" 2", count=2, strength=0.5, checkpoint="step 2")
+    assert [name for _, name in gallery] == ["base 1", "trained 1", "base 2", "trained 2"]
+    assert [tuple(image.getpixel((0, 0)) for image in pair) for pair in pairs] == [(0, 2), (1, 3)] and first == pairs[0]
+    shown.press(seed=None, steps="", text="")  # as gradio says an empty number
+    assert studio.asked == [
+        (entered["editor"], Asked("SALE", "A sign", None, 3, 2, 2, 0.5, "step 2")),
+        (None, Asked(checkpoint="step 4")),
+    ]
+    assert shown["Markdown"].given == ("## run: paint over the region to repaint",)
+    assert shown["steps"].value == "" and shown["steps"].options["placeholder"] == "4 (the run's)"
+    assert shown["Brush"].options["colors"][0][1] == 0.5  # the image stays visible
+    function, inputs, output, _ = shown["gallery"].called
+    assert (inputs.kind, output.name) == ("State", "compared")
+    assert [function(pairs, SimpleNamespace(index=n)) for n in (1, 2, 3)] == [pairs[0], pairs[1], pairs[1]]
+    with pytest.raises(
+        StandIn.Error, match=r"^steps: given two; enter a number of 1 to 1000, or nothing for the run's"
+    ):
+        shown.press(steps="two")
+
+
+def test_a_new_seed() -> None:
+    function, inputs, output, _ = paged(Recorder())["new-seed"].called
+    assert (inputs, output.name) == ([], "seed") and len({function() for _ in range(8)}) > 1
 
 
 def test_the_page_of_other_runs() -> None:
-    """One with style pictures, one of a family that edits, and a base alone."""
+    """One with style pictures, one of a family that edits, a base alone, and one that generates from prompts."""
     styled = Recorder(takes_references=True)
     style = Image.new("RGB", (2, 2))
-    paged(styled).press(Style=style)
-    assert styled.asked == [(None, Asked(reference=style))]
-    assert "Style" not in paged(Recorder()).labels
-    assert paged(Recorder(edits=True)).texts == [
-        "## run: describe the edit, and optionally paint over the region to keep it to"
-    ]
-    base = Recorder(pictures=1)
-    assert paged(base).press() == {"Base": base.pictures[0], "Trained": None}
+    paged(styled).press(style=style)
+    assert styled.asked[0][1].reference is style
+    assert paged(Recorder(edits=True))["Markdown"].given == (
+        "## run: describe the edit, and optionally paint over the region to keep it to",
+    )
+    base = paged(Recorder(base=False))
+    background = Image.new("RGB", (2, 2), (9, 9, 9))
+    (before, _), gallery, _ = base.press(editor={"background": background, "layers": []}, count=1)
+    assert before.getpixel((0, 0)) == (9, 9, 9) and [name for _, name in gallery] == ["base 1"]
+    assert not {"checkpoint", "strength"} & {one.name for one in base.made}
+    prompts = paged(Recorder(image=False))
+    assert "editor" not in {one.name for one in prompts.made}
+    assert prompts["Markdown"].given == ("## run: enter a text or a prompt",)
+    assert len(prompts.press(prompt="A cat", count=3)[2]) == 3
+
+
+def test_a_base_that_generates_from_prompts_has_nothing_to_compare() -> None:
+    first, gallery, pairs = paged(Recorder(image=False, base=False)).press(prompt="A cat")
+    assert (first, len(gallery), pairs) == (None, 1, [])
 
 
 @pytest.mark.parametrize(
@@ -319,10 +371,11 @@ def test_a_run_without_averages(finished: Finished, monkeypatch: pytest.MonkeyPa
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]  # free again
     outcome = retouch("demo-ui", "--run", run, "--port", port)
-    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.code == 0 and f"the page is at http://127.0.0.1:{port}" in outcome.err
+    assert outcome.out == ""  # no line on how to publish it
     assert [trained.newest for trained in shown] == [run / "checkpoints/step-000004/weights"]
-    assert gradio.page is not None
-    assert gradio.page.launched == {"server_name": "127.0.0.1", "server_port": port, "share": False}
+    where = {"server_name": "127.0.0.1", "server_port": port, "share": False, "quiet": True}
+    assert where.items() <= gradio["Blocks"].launched.items()
     outcome = retouch("demo-ui", "--run", run, "--ema")
     assert outcome.code == 2 and outcome.err.endswith("has no EMA weights; leave --ema out\n")
 
@@ -332,30 +385,58 @@ def test_a_port_that_is_taken(finished: Finished, monkeypatch: pytest.MonkeyPatc
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         outcome = retouch("demo-ui", "--run", finished("lora"), "--port", port)
-    assert (outcome.code, outcome.err) == (2, f"error: --port: given {port}, which is in use; set another\n")
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1] == f"error: --port: given {port}, which is in use; set another"
 
 
-def test_the_page_over_http(studio: Studio, drawing: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_in_a_browser(
+    studio: Studio, signs: Path, browser: Browser, width: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without an image there is a message and no traceback; then an image is uploaded and painted over, sampled, and
+    another pair is chosen. Steps stay empty."""
     gradio = pytest.importorskip("gradio", reason="asks for an older Pillow than the tests are made with")
-    from gradio_client import Client, handle_file
-    from gradio_client.exceptions import AppError
-
     blocks = page(gradio, studio)
-    _, address, _ = blocks.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True)
+    _, address, _ = blocks.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True, **LOOK)
+    shown = browser.page(width, 1200)
     try:
-        client = Client(address, verbose=False, download_files=str(tmp_path))
-        files = {"background": drawing["background"], "layer": drawing["layers"][0], "other": drawing["layers"][1]}
-        for name, image in files.items():
-            image.save(tmp_path / f"{name}.png")
-        editor = {
-            "background": handle_file(str(tmp_path / "background.png")),
-            "layers": [handle_file(str(tmp_path / f"{name}.png")) for name in ("layer", "other")],
-            "composite": None,
-        }
-        shown = client.predict(editor, "SALE", "", 3, 2, api_name="/sample")
-        expected = studio.repaint(drawing, Asked(text="SALE", seed=3, steps=2))
-        assert [pixels(Path(file)).tolist() for file in shown] == [np.asarray(image).tolist() for image in expected]
-        with pytest.raises(AppError, match="enter a target text or a whole prompt"):
-            client.predict(editor, "", "", 3, 2, api_name="/sample")
+        shown.open(address)
+        shown.wait("!!document.querySelector('#editor canvas') && !!document.querySelector('#sample')")
+        shown.click("#sample")
+        shown.wait("document.body.innerText.includes('choose an image first')")
+        told = capfd.readouterr()
+        assert "Traceback" not in told.out + told.err and "share" not in told.out + told.err
+        upload(shown, "#editor input[type=file]", signs / "held_out/test200_source.png")
+        shown.wait("!document.querySelector('#editor').innerText.includes('Upload an image')")
+        shown.click("#editor [aria-label='Brush'], #editor [title='Brush'], #editor [aria-label='Draw']")
+        left, top, wide, high = shown.box("#editor canvas")
+        middle = (left + wide / 2, top + high / 2)
+        shown.drag((middle[0] - 40, middle[1]), middle, (middle[0] + 40, middle[1]))
+        shown.click("#text textarea, #text input")
+        shown.type("SALE")
+        shown.set("#count input[type=number]", "2")
+        assert shown.run("document.querySelector('#steps textarea, #steps input').value") == ""
+        shown.click("#sample")
+        shown.wait("document.querySelectorAll('#gallery img').length >= 4")
+        shown.wait("document.querySelectorAll('#compared img').length == 2")
+        first = shown.run("document.querySelector('#compared img').src")
+        shown.run("document.querySelectorAll('#gallery button img')[3].closest('button').click()")
+        shown.wait(f"document.querySelector('#compared img').src != {first!r}")
+        before = shown.run("document.querySelector('#seed input').value")
+        shown.click("#new-seed")
+        shown.wait(f"document.querySelector('#seed input').value != {before!r}")
+        assert shown.overflow() == 0 and shown.errors == []
+        assert all(address.rstrip("/") in request for request in shown.requests)
+        if folder := os.environ.get("RETOUCH_SCREENSHOTS"):
+            shown.screenshot(Path(folder) / f"demo-ui-{width}.png", whole=True)
     finally:
+        shown.close()
         blocks.close()
+
+
+def upload(shown: Page, selector: str, file: Path) -> None:
+    """Give a file input a file, as a user who chooses one does."""
+    root = shown.call("DOM.getDocument")["root"]["nodeId"]
+    found = shown.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+    assert found, selector
+    shown.call("DOM.setFileInputFiles", nodeId=found, files=[str(file)])

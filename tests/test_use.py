@@ -622,7 +622,8 @@ def test_the_base_is_copied_only_to_come_back_to_it(finished: Finished, keep_bas
 
 def refused(outcome: Outcome) -> str:
     assert (outcome.code, outcome.out) == (2, "")
-    (line,) = outcome.err.splitlines()
+    *begun, line = outcome.err.splitlines()
+    assert len(begun) <= 1 and all(" loading torch" in one for one in begun)
     assert line.startswith("error: ")
     return line.removeprefix("error: ")
 

@@ -75,15 +75,15 @@ HEAD = f"""# Configuration
 A run is one YAML file. These pages list every key; this page has the top level.
 
 - **Overrides.** A dotted name on the command line replaces any key: `retouch train RUN.yaml rollout.group_size=4`.
-  `rewards.NAME={{…}}` and `rewards={{…}}` add rewards; `rewards.NAME.KEY=` changes a reward of the run, and is an error
-  for another. An override that names another kind (`algorithm.name=ppo` over a file of GRPO) replaces the section, as
-  inheritance does, and drops the keys of other sections that the new algorithm refuses. The keys of the same command
-  stay, and those that mean the same in every kind: `sft_steps`, `sft_shifted_times`, `region`, `region_dilation`,
-  `seam_weight` and `caption_dropout` of an algorithm, `dtype` of a model, `role` of a reward, and the options that all
-  data formats share. A warning lists the dropped keys.
+  `rewards.NAME={{…}}` adds a reward, and `rewards={{…}}` replaces all; `rewards.NAME.KEY=` changes a reward of the run,
+  and is an error for another. An override that names another kind (`algorithm.name=ppo` over a file of GRPO) replaces
+  the section, as inheritance does, and drops the keys of other sections that the new algorithm refuses. The keys of
+  the same command stay, and those that mean the same in every kind: `sft_steps`, `sft_shifted_times`, `region`,
+  `region_dilation`, `seam_weight` and `caption_dropout` of an algorithm, `dtype` of a model, `role` of a reward, and
+  the options that all data formats share. A warning lists the dropped keys.
 - **Variables.** `${{VAR}}` and `${{VAR:-default}}` are replaced by environment variables, `${{THIS_DIR}}` by the folder
   of the file that it stands in. `$${{` stands for `${{`. Other relative paths start from the working directory.
-- **Validation.** `retouch check RUN.yaml` validates a file without loading models and prints the derived numbers. An
+- **Validation.** `retouch check RUN.yaml` validates a file without loading models and prints its size and cost. An
   unknown key is an error that names the nearest valid key.
 - **Readers.** "Read …" at the end of a meaning names what reads the key. Where nothing reads a key that is given,
   `check` rejects the file, or warns.

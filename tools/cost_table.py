@@ -59,7 +59,7 @@ TAIL = f"""
   ([Scaling](scaling.md#measured)). Hours that follow from these rates are as good as a step is like those steps; those
   marked * take the rate of a kindred network, or a fifth of the GPU's peak, and may be off by half.
 - **forwards an image**: sampling, evaluation of ratios and references, and training. A backward is one forward where
-  the network is frozen, else two; recomputed activations are one more. `forwards per image` of `retouch check` counts
+  the network is frozen, else two; recomputed activations are one more. `forwards per image` of `check --verbose` counts
   every backward as two.
 - **GPU hours** are the sum over all GPUs for `training.max_steps`, evaluations included: the upper bound of a run that
   is stopped when it is good enough. With another `--gpu` the rate is the same share of its peak. Text encoders, the

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.trainer
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import TrainerCallback
 
 pytest.importorskip("trl")
 
@@ -648,10 +650,21 @@ def test_an_offloaded_painter_comes_for_each_batch_and_draws_the_same(
 
 
 @pytest.mark.fast
-def test_a_run_leaves_what_every_run_leaves(vlm_file: RunFile, tmp_path: Path) -> None:
+class Counting(TrainerCallback):
+    """A callback of a user, which `docs/vlm-grpo.md` shows how to register."""
+
+    steps = 0
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        Counting.steps += 1
+
+
+def test_a_run_leaves_what_every_run_leaves(vlm_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", [*transformers.trainer.DEFAULT_CALLBACKS, Counting])
     file = vlm_file(logging__sinks=["tensorboard"], logging__rollout_images_every=1, training__checkpoint_every=1)
     outcome = train(file, "training.keep_checkpoints=1", "algorithm.images_per_completion=2")
     assert outcome.code == 0, outcome.err
+    assert Counting.steps == 2
     run = tmp_path / "a"
     assert {p.name for p in (run / "checkpoints").iterdir()} == {"step-000001", "step-000002"}
     assert not list(run.rglob("*.bin"))  # the trainer's arguments as a pickle

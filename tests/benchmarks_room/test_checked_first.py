@@ -36,6 +36,7 @@ from retouch.use.trained import Trained
 from retouch_bench.benchmarks.anytext import lines_of
 from retouch_bench.scorers import anytext
 from tests.benchmarks_room.cases import write_brushbench
+from tests.command_line import retouch
 from tests.conftest import small_run
 from tests.data.protocols import write_complex_edit
 from tests.tiny_models import tiny_clip
@@ -268,3 +269,13 @@ def test_a_line_is_compared_once_however_many_samples_an_interval_takes(monkeypa
     compared = [anytext.compare(line["asked"], line["found"], "en").ned for of in lines for line in of]
     assert result["measures"]["a"]["ned_en"] == pytest.approx(np.mean(compared))
     assert lines_of(rows, "zh")[0].ned == anytext.compare("once 0 0", "one 0 0", "zh").ned
+
+
+def test_a_path_is_named_by_where_it_was_given(tmp_path: Path) -> None:
+    """The option, or the key of the benchmark's own file."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("{name: geneval, path: /nowhere/here}", encoding="utf-8")
+    rest = ("--images", tmp_path, "--out", tmp_path / "out")
+    for given, key in (((file,), f"--benchmark {file}: path"), (("geneval", "--path", "/nowhere/here"), "--path")):
+        outcome = retouch("eval", "--benchmark", *given, *rest)
+        assert outcome.code == 2 and outcome.err.startswith(f"error: {key}: /nowhere/here: no such file")

@@ -17,7 +17,7 @@ from .conftest import BASE, TINY
 
 
 def test_a_good_run() -> None:
-    outcome = retouch("check", TINY)
+    outcome = retouch("check", TINY, "--verbose")
     assert (outcome.code, outcome.err) == (0, "")
     first, *rest = outcome.out.splitlines()
     assert first == f"{TINY}: ok (tiny_flux_fill_grpo: flux_fill, full, grpo)"
@@ -28,12 +28,41 @@ def test_a_good_run() -> None:
 def test_numbers_that_a_run_has_none_of_are_not_printed() -> None:
     """FLUX reads no image with its prompt, and supervised runs sample none."""
     for overrides in ((), ("algorithm={name: sft}",)):
-        outcome = retouch("check", TINY, *overrides)
-        printed = outcome.out.split("  cost\n")[0].splitlines()[1:]
+        outcome = retouch("check", TINY, "--verbose", *overrides)
+        printed = outcome.out.splitlines()[1:]
         assert outcome.code == 0 and printed
         assert not [line for line in printed if line.endswith(" 0") or "vision" in line]
-    edit = retouch("check", TINY.with_name("qwen_image_edit_vlm_grpo.yaml"))
+    edit = retouch("check", TINY.with_name("qwen_image_edit_vlm_grpo.yaml"), "--verbose")
     assert "  generations" in edit.out
+
+
+@pytest.fixture
+def without_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DATA_PATH", "MODEL_PATH", "SIGLIP_PATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("without_paths")
+def test_what_a_person_decides_by() -> None:
+    """Without a variable for the data, which are not read. The memory is that of `--memory`."""
+    file = TINY.parents[1] / "flux_fill_grpo.yaml"
+    outcome = retouch("check", file, "--world-size", 8)
+    names = [line.strip().split("  ")[0] for line in outcome.out.splitlines()[1:]]
+    assert names == [
+        *("steps", "memory", "images", "forwards", "supervised", "GPU hours", "an epoch", "ocr", "disk"),
+    ]
+    assert "  steps          2,000, the first 500 supervised; 750 epochs of 2" in outcome.out
+    counted = retouch("check", file, "--world-size", 8, "--memory").out
+    [held] = [line.split()[3:5] for line in counted.splitlines() if line.startswith("    on the device")]
+    assert f"  memory         {' '.join(held)} a process, and" in outcome.out
+    [warning] = outcome.err.splitlines()
+    assert warning == ("warning: data.path: ${DATA_PATH} is not set in the environment; `retouch train` requires it")
+    assert json.loads(retouch("check", file, "--json").out)["warnings"][0] == warning.removeprefix("warning: ")
+    refused = retouch("train", file)
+    assert (refused.code, refused.err.partition(";")[0]) == (
+        2,
+        "error: data.path: ${DATA_PATH} is not set in the environment",
+    )
 
 
 def test_json_holds_the_run_and_its_numbers(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ LIGHT = (
     "retouch.rewards.scorers.ocr",
     "retouch.tiny.signs",
     "retouch.data.validate",
-    "retouch.doctor",
+    "retouch.doctor.diagnosis",
     "retouch.cli",
     "retouch.engine.saved",
     "retouch.use.comparison",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -585,12 +587,27 @@ def test_dotted_keys_and_sections_mean_the_same() -> None:
     run = {"rollout": {"group_size": 2, "num_steps": 4}, "rewards": {"ocr": {"weight": 1}}, "ema": {"decay": 0.9}}
     expected = {"rollout": {"group_size": 8, "num_steps": 4}, "rewards": {"clip": {}}, "ema": None}
     dotted = {"rollout.group_size": 8, "rewards.ocr": None, "rewards.clip": {}, "ema": None}
-    nested = {"rollout": {"group_size": 8}, "rewards": {"ocr": None, "clip": {}}, "ema": None}
+    nested = {"rollout": {"group_size": 8}, "rewards": {"clip": {}}, "ema": None}
     assert overlaid(run, dotted) == overlaid(run, nested) == expected
     train = {"model": {"train": {"kind": "lora", "rank": 4}}}
     assert overlaid(train, {"model.train": {"kind": "full"}}) == {"model": {"train": {"kind": "full"}}}
     given = {"data": {"path": Path("a/b"), "resolution": (32, 64)}}
     assert overlaid({}, given) == {"data": {"path": "a/b", "resolution": [32, 64]}}
+
+
+@pytest.mark.parametrize("table", [{"vlm": {"weight": 0.5}}, {"ocr": {}, "seam": {"weight": 0.1}}])
+def test_a_table_of_rewards_replaces_all_of_them_everywhere(table: dict[str, Any]) -> None:
+    """In Python as on the command line; null, which removes a reward from what is merged, is refused in both."""
+    typed = [f"rewards={json.dumps(table)}"]
+    assert parse_run(overlaid(BASE, {"rewards": table})) == parse_run(BASE, typed)
+    assert parse_run(BASE, typed).rewards.keys() == table.keys()
+    for refused in (
+        lambda: overlaid(BASE, {"rewards": {"ocr": None, **table}}),
+        lambda: parse_run(BASE, [f"rewards={json.dumps({'ocr': None, **table})}"]),
+    ):
+        if "ocr" not in table:
+            with pytest.raises(ConfigError, match=r"rewards\.ocr: given null in a table that replaces all rewards"):
+                refused()
 
 
 @pytest.mark.parametrize("changes", [{"a.b": 1, "a": {"b": 2}}, {"a": 1, "a.b": 2}, {"a.b": 1, "a": 2}])

@@ -159,7 +159,7 @@ def test_check_prints_what_it_came_to(run_with: RunWith) -> None:
         "algorithm.kl_weight 0.0 (preset fast)",
     ]
     assert preset_lines(run_with()) == [] and preset_values(run_with()) == {}
-    outcome = retouch("check", TINY, "rollout.preset=reference")
+    outcome = retouch("check", TINY, "rollout.preset=reference", "--verbose")
     assert "rollout.num_steps" in outcome.out and "(run file; preset reference: 6)" in outcome.out
     told = json.loads(retouch("check", TINY, "rollout.preset=reference", "--json").out)
     assert told["preset"]["rollout.num_steps"] == 4 and "preset" not in json.loads(retouch("check", TINY, "--json").out)

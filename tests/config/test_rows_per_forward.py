@@ -112,12 +112,12 @@ def test_files_of_this_package_pin_what_they_had() -> None:
 def test_check_prints_the_rows_of_a_forward(tmp_path: Path) -> None:
     window = "rollout.window={size: 4, range: [0, 1]}"
     options = (TINY, AUTO, window, "optimizer.batch_size_per_device=8", "optimizer.gradient_accumulation=12")
-    lines = retouch("check", *options, "rollout.batch_size_per_device=8").out.splitlines()
+    lines = retouch("check", *options, "rollout.batch_size_per_device=8", "--verbose").out.splitlines()
     [line] = [line for line in lines if line.split()[:2] == ["a", "forward"]]
     assert line.split(maxsplit=2)[2] == "8 rows of the network in training"
     larger = (*options, "rollout.batch_size_per_device=24")
     assert json.loads(retouch("check", *larger, "--json").out)["rows_per_forward"] == {"cpu": 8, "gpu": 16}
-    assert "8 rows of the network in training on a CPU, 16 on a GPU" in retouch("check", *larger).out
+    assert "8 rows of the network in training on a CPU, 16 on a GPU" in retouch("check", *larger, "--verbose").out
 
 
 @pytest.mark.parametrize("name", ["flux_fill_sft", "flux_fill_reward_gradient", "qwen_image_edit_vlm_grpo"])

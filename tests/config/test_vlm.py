@@ -260,7 +260,7 @@ def test_check_prints_them(tmp_path: Any) -> None:
     file = tmp_path / "run.yaml"
     run = parse("rollout.guidance_scale=1", num_generations=8, gradient_accumulation_steps=8)
     file.write_text(yaml.safe_dump(run.model_dump(mode="json")), encoding="utf-8")
-    outcome = retouch("check", file)
+    outcome = retouch("check", file, "--verbose")
     assert outcome.code == 0, outcome.err
     assert "global completions per step      8" in outcome.out
     assert "forwards per image               10" in outcome.out

@@ -16,8 +16,8 @@ from retouch.adapters.trainee import make_trainable
 from retouch.config import ConfigError, RunConfig, derive, load_run, parse_run
 from retouch.config.run import EmaConfig
 from retouch.data.formats.manifest import ManifestData
-from retouch.doctor import diagnose
 from retouch.doctor.data import needs_no_t5
+from retouch.doctor.diagnosis import diagnose
 from retouch.doctor.memory import (
     Counted,
     checkpoint_bytes,

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from retouch.adapters.lora import FILE, add_lora
 from retouch.adapters.trainee import LoraWeights, make_trainable
 from retouch.config import load_run, parse_run
-from retouch.doctor import Line
 from retouch.doctor.adapter import distillation_lines
+from retouch.doctor.diagnosis import Line
 from retouch.doctor.launch import launch_extras
 from retouch.doctor.machine import Gpu, Gpus, extra_lines, find_gpus
 from retouch.doctor.memory import count_weights
@@ -290,21 +290,23 @@ TOO_SMALL = (
 def test_a_gpu_that_is_too_small_or_taken(
     memory: int, free: int, said: str, run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retouch.doctor.find_gpus", lambda: Gpus([Gpu("small", memory, free)], [], "2"))
+    monkeypatch.setattr("retouch.doctor.diagnosis.find_gpus", lambda: Gpus([Gpu("small", memory, free)], [], "2"))
     what, says = only("fix", run_yaml())
     assert what == "memory"
     assert says.endswith(said)
 
 
 def test_a_gpu_that_just_holds_it_is_warned_of(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.doctor.find_gpus", lambda: Gpus([Gpu("just", 39 * 2**20, 39 * 2**20)], [], "2"))
+    monkeypatch.setattr(
+        "retouch.doctor.diagnosis.find_gpus", lambda: Gpus([Gpu("just", 39 * 2**20, 39 * 2**20)], [], "2")
+    )
     what, says = only("warning", run_yaml())
     assert what == "memory"
     assert "training.gradient_checkpointing=true" in says
 
 
 def test_more_processes_than_gpus(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.doctor.find_gpus", lambda: Gpus([Gpu("one", 2**40, 2**40)], [], "2"))
+    monkeypatch.setattr("retouch.doctor.diagnosis.find_gpus", lambda: Gpus([Gpu("one", 2**40, 2**40)], [], "2"))
     assert only("fix", run_yaml(), "--world-size", 2) == (
         "GPUs",
         "1 for 2 processes; lower --num_processes (here --world-size), or check CUDA_VISIBLE_DEVICES",

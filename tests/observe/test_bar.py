@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console, Group
 
-from retouch.config import RunConfig
+from retouch.cli.options import start_logging
+from retouch.config import RunConfig, derive
+from retouch.config.cost import evaluation_forwards, forwards_of
 from retouch.observe import Stopwatch, bar
-from retouch.observe.bar import Pace, TrainingBar
+from retouch.observe.bar import Pace, TrainingBar, Work
 from retouch.registry import load_attribute
 from retouch.training.build import build
 
@@ -48,6 +50,84 @@ def test_the_time_left_is_that_of_the_phase_and_its_evaluations() -> None:
     pace.see(step(11, 10.0))
     assert pace.left("rl", 11) == 9 * 10.0 + 3 * 3.0  # after steps 12, 16 and 20
     assert Pace({"rl": 20}, eval_every=0).left("rl", 0) is None
+
+
+class Counts:
+    """Costs of a run as they are read: images, and rows of forwards by part."""
+
+    def __init__(self) -> None:
+        self.images = 0
+        self.forwards = dict[str, int]()
+
+    def rows(self, part: str) -> int:
+        return self.forwards.get(part, 0)
+
+
+def work_of(given: RunConfig, costs: Any, awaiting: int = 0) -> Work:
+    return Work(given, derive(given), costs, lambda: awaiting, evaluated=3)
+
+
+def test_the_work_of_an_epoch_by_hand(config: Config) -> None:
+    """Four images of two denoising steps each, two optimizer steps; the forwards that an image costs are those of
+    `retouch check`."""
+    given, costs = config(algorithm__sft_steps=2), Counts()
+    of_image = forwards_of(given, derive(given).as_dict())
+    assert (derive(given).images_per_epoch_per_device, derive(given).optimizer_steps_per_epoch) == (4, 2)
+    work = work_of(given, costs, awaiting=1)
+    assert work.of_step["rl"] == 4 * of_image.all / 2
+    assert work.inside("rollout", "warmup", 1) is None
+    costs.forwards["rollout"] = 3
+    assert work.inside("rollout", "rl", 2) == ("images sampled", 3 / of_image.sampling, 4)
+    costs.images = 3  # whole batches
+    assert work.inside("other", "rl", 2) == ("images sampled", 3, 4)
+    assert work.inside("reward_wait", "rl", 2) == ("images scored", 2, 4)
+    costs.forwards["train_forward"] = 1
+    of_step = 4 * (of_image.ratios + of_image.training) / 2
+    assert work.inside("train_backward", "rl", 3) == ("steps trained", 1 + 1 / of_step, 2)
+    costs.forwards = {}
+    assert work.inside("checkpoint", "rl", 4) is None  # the epoch is over
+    costs.forwards["eval"] = round(evaluation_forwards(given))
+    assert work.inside("eval", "rl", 4) == ("images evaluated", 1, 3)
+
+
+def test_an_evaluation_tells_the_time_before_the_first_step(config: Config) -> None:
+    given = config(algorithm__sft_steps=2, training__max_steps=20, training__eval_every=0)
+    work = work_of(given, Counts())
+    pace = Pace({"warmup": 2, "rl": 20}, 0, work)
+    assert pace.left("rl", 2) is None
+    pace.see({"kind": "eval", "step": 0, "time": {"step": 6.0}})
+    each = work.of_step["rl"] * 6.0 / work.of_evaluation
+    assert pace.left("rl", 2) == pytest.approx(18 * each + 6.0) and not pace.is_measured("rl")
+    pace.see(step(3, 5.0))
+    assert pace.left("rl", 3) == 17 * 5.0 + 6.0 and pace.is_measured("rl")
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_its_lines_fit_the_terminal(config: Config, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setattr(bar, "_console", lambda: terminal(width))
+    clock, costs = Stopwatch(), Counts()
+    given = config(name="a_run_with_a_long_name", training__max_steps=2000)
+    shown = TrainingBar(given, clock, lambda: "rl", 34, work_of(given, costs))
+    shown.see(step(35, 7.0, loss=0.25))
+    costs.images = 2
+    screen = terminal(width)
+    with clock.part("rollout"):
+        screen.print(Group(*shown._bar.get_renderables()))
+    first, second, third = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert all(len(line) <= width for line in (first, second, third))
+    assert "35/2000" in first and "2/4" in second and third.startswith("loss 0.25")
+    assert "RL · sampling" in first and "images sampled" in second and " left" in first
+    assert (given.name in first) == (width == 100)
+
+
+def test_quiet_shows_no_bar(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    for quiet in (True, False):
+        start_logging(quiet=quiet)
+        logging.getLogger().handlers[0].console = terminal()  # type: ignore[attr-defined]
+        assert TrainingBar(config(), Stopwatch(), lambda: "rl", 0).shown is not quiet
+        monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
 
 def test_what_it_shows(config: Config, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +171,10 @@ def test_a_run_on_a_terminal(config: Config, console: Console, caplog: pytest.Lo
         run.close()
     drawn = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(word in drawn for word in ("warm-up", "RL", "loss ", "reward ", " s a step", "4/4"))
+    assert all(word in drawn for word in ("images evaluated", "images sampled", "steps trained", "about 0:00:"))
     log = (run.dir.path / "log.txt").read_text(encoding="utf-8")
     assert "step 1 of 4: loss " in log
+    assert log.index("to RL, at the speed of this evaluation") < log.index("step 1 of 4: loss ")
     (head,) = [line for line in log.splitlines() if "new run" in line]
     assert head.partition("t: ")[2] == (
         "new run, grpo trains 2,362,144 parameters (full) of flux_fill on 1 process. It takes 4 optimizer steps, the "

@@ -52,6 +52,16 @@ def test_lines_that_a_bar_shows_stay_out_of_the_terminal(
     assert [bool(terminal.filter(r)) for r in caplog.records] == [True, False]
 
 
+def test_a_record_in_a_file_is_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any length: a terminal breaks lines, and a file that is searched for words has them whole."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setenv("COLUMNS", "40")
+    start_logging()
+    logging.getLogger("retouch.test").info("many words " * 40)
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.partition("INFO")[2].split() == ["many", "words"] * 40
+
+
 def test_a_run_without_a_terminal_says_its_steps(finished: Callable[[str], Path]) -> None:
     assert "step 1 of 4: loss " in (finished("full") / "log.txt").read_text(encoding="utf-8")
 
@@ -59,4 +69,8 @@ def test_a_run_without_a_terminal_says_its_steps(finished: Callable[[str], Path]
 def test_an_evaluation_names_a_number_once() -> None:
     means = {"outside_l1": 0.01, "ocr": 0.5, "ocr.ned": 0.5, "ocr.exact": 0.25, "preservation.outside_l1": 0.01}
     assert means_text(means) == "outside_l1 0.010, ocr 0.500, ocr.exact 0.250"
+    nothing_read = {"ocr": 0.0, "ocr.ned": 0.0, "ocr.exact": 0.0, "ocr.confidence": 0.0}
+    assert means_text(nothing_read) == "ocr 0.000, ocr.exact 0.000, ocr.confidence 0.000"
+    by_confidence = {"ocr": 0.7, "ocr.ned": 0.5, "ocr.confidence": 0.7}
+    assert means_text(by_confidence) == "ocr 0.700, ocr.ned 0.500"
     assert means_text({"ocr": 0.5, "ocr.ned": 0.6}) == "ocr 0.500, ocr.ned 0.600"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +17,15 @@ if TYPE_CHECKING:
     from retouch.config import RunConfig
     from retouch.training.build import Run
 
+logger = logging.getLogger(__name__)
+
 
 def train(config: RunConfig) -> Path:
     """Check that the run's files are there and that it may begin, then train -> the run directory."""
     require_files(config)
     require_can_begin_here(config)
+    if os.environ.get("RANK", "0") == "0":  # the import of torch takes seconds, and the model may take minutes
+        logger.info("%s: loading torch, then %s", config.name, config.model.family)
     return load_attribute(config.algorithm.trainer)(config)
 
 

@@ -11,10 +11,10 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from PIL import Image
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from retouch.config.base import Count, ImageCount, NonNegative, Section, Text
 from retouch.config.load import overlaid
@@ -134,6 +134,7 @@ class DistanceEntry(Section):
 class Benchmark(Section):
     """One benchmark and its settings."""
 
+    _path_key: str = PrivateAttr(default="--path")
     name: str
     """Registered name of the benchmark."""
     path: Text
@@ -180,6 +181,15 @@ class Benchmark(Section):
     def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         """`own_rewards`, or those that depend on the given keys, which are not validated yet."""
         return cls.own_rewards
+
+    @property
+    def path_key(self) -> str:
+        """Where `path` was given, for messages: the option, or the key of a file."""
+        return self._path_key
+
+    def with_path_key(self, key: str) -> Self:
+        self._path_key = key
+        return self
 
     @abstractmethod
     def data(self) -> DataSection:
@@ -318,7 +328,8 @@ class Benchmark(Section):
             name: {**_AS_SAVED, "scorer": name, **_without_options(entry, given.get(name))}
             for name, entry in cls.default_rewards(options).items()
         }
-        merged = overlaid({"rewards": own}, {"rewards": given}, warns=False)["rewards"] if given else own
+        changes = {f"rewards.{name}": entry for name, entry in given.items()}
+        merged = overlaid({"rewards": own}, changes, warns=False)["rewards"] if given else own
         named = {name: _named(name, entry) for name, entry in merged.items()}
         return {**options, "rewards": with_variables(named, "rewards")}
 

@@ -48,4 +48,6 @@ def load_benchmark(given: str, path: Path | None) -> Benchmark:
         benchmark.data()  # its format checks the keys that choose a part of the data
     except ValidationError as error:
         raise ConfigError("\n".join(f"{source}: {line}" for line in explain(error, kind))) from None
-    return benchmark
+    return benchmark.with_path_key(
+        "--path" if path is not None or source == "--benchmark" else f"--benchmark {source}: path"
+    )

@@ -10,14 +10,16 @@ import errno
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from retouch import __version__
 from retouch.cli import data, flags, rewards, runs, use
@@ -29,12 +31,43 @@ from retouch.process.plain_text import printable
 from retouch.process.signals import interrupt_on_signals, interrupted
 from retouch.training.stopping import CONTINUE
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(runs.app)
 app.add_typer(use.app)
 app.add_typer(rewards.app, name="reward")
 app.add_typer(data.app, name="data")
 app.add_typer(data.tiny, name="tiny")
+
+
+def _no_type(ctx: Any) -> str:
+    return ""
+
+
+class Help:
+    """Help without a type behind a flag or a list, and with lines that break where the terminal ends."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.help: str | None = re.sub(r"(?<!\n)\n(?!\n)", " ", self.help or "")
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = list[Any](super().get_params(ctx))  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False) or param.nargs == -1:
+                param.display_type_rich = _no_type  # typer writes <bool> and <list[str]>
+        return params
+
+
+class Command(Help, TyperCommand): ...
+
+
+class Group(Help, TyperGroup): ...
+
+
+for part in (app, runs.app, use.app, rewards.app, data.app, data.tiny):
+    part.info.cls = Group
+    for registered in part.registered_commands:
+        registered.cls = Command
 
 
 def _show_version(wanted: bool) -> None:
@@ -80,7 +113,7 @@ def _main() -> None:
         _fail(f"error: {message}", 2)
     try:
         # or typer would print usage errors itself, in a box of several lines
-        code = _called(sys.argv[1:2])(standalone_mode=False)
+        code = _called(sys.argv[1:2])(prog_name="retouch", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
     except Exception as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from retouch.cli.options import Overrides, RunFile, Trust, parse_size, start_logging
+from retouch.cli.options import Json, Overrides, RunFile, Trust, note_loading, parse_size, start_logging
 from retouch.config import load_run
 from retouch.config.errors import nearest
 from retouch.errors import ConfigError
@@ -29,6 +30,7 @@ def validate(
     ],
     resolution: Annotated[str, typer.Option(help="Side or HEIGHTxWIDTH in pixels to check at.")] = "512",
     trust: Trust = False,
+    as_json: Json = False,
 ) -> None:
     """Open every item and print a table of problems; exit 2 if there are any."""
     start_logging()
@@ -38,7 +40,7 @@ def validate(
 
     prompts_of = partial(PromptCheck, local=True)
     findings = find_problems(path, parse_size(resolution, "--resolution"), trust=trust, prompts_of=prompts_of)
-    typer.echo(validation_table(findings))
+    typer.echo(json.dumps([asdict(one) for one in findings], indent=2) if as_json else validation_table(findings))
     if any(finding.problem for finding in findings):
         raise typer.Exit(2)
 
@@ -49,14 +51,15 @@ def split(
     share: Annotated[float, typer.Option(help="Held-out share, between 0 and 1; approximate for few items.")] = 0.1,
     by: Annotated[str, typer.Option(help="image | text: content that the two lists must not share.")] = "image",
     seed: Annotated[int, typer.Option(help="Random seed of the split.")] = 0,
+    as_json: Json = False,
 ) -> None:
     """Write a training list and a held-out list next to the given one; images are not copied."""
     from retouch.data.split import split as divide
 
     with writing(path):
         halves = divide(path, share, by, seed)
-    for written, count in halves.items():
-        typer.echo(f"{written}: {count} items")
+    lines = [f"{written}: {count} items" for written, count in halves.items()]
+    typer.echo(json.dumps({str(written): count for written, count in halves.items()}) if as_json else "\n".join(lines))
     items, held_out = sum(halves.values()), list(halves.values())[1]
     if abs(held_out - share * items) > share * items / 2:
         typer.echo(
@@ -74,7 +77,9 @@ def precompute(
     trust: Trust = False,
 ) -> None:
     """Encode all prompts, references and images of RUN.yaml; with model.embeddings=OUT a run needs no encoders."""
+    start_logging()
     config = load_run(run, overrides or [], trust=trust or None)
+    note_loading(config.model.family)
     from retouch.use.precompute import precompute as encode
 
     with writing(out):

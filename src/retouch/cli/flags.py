@@ -86,8 +86,9 @@ _SWITCHED = ("sft", "grpo", "ppo", "dpo", "nft")
 """Algorithms that `algorithm.name` alone makes of a file of GRPO."""
 
 _OWN: Mapping[str, Mapping[str, bool]] = {
-    "train": {"--verbose": False},
+    "train": {"--verbose": False, "--quiet": False, "--json": False},
     "check": {
+        "--verbose": False,
         "--world-size": True,
         "--gpu": True,
         "--memory": False,

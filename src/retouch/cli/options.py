@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,16 +20,48 @@ Trust = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="JSON output.")]
 
 
-def start_logging(verbose: bool = False) -> None:
-    """Send log lines to standard error."""
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors on standard error.")]
+
+
+def start_logging(verbose: bool = False, quiet: bool = False) -> None:
+    """Send log lines to standard error.
+
+    Args:
+        quiet: only warnings and errors, and no progress bar; log.txt of a run is not affected.
+    """
+    handler = _handler()
+    handler.addFilter(lambda record: not getattr(record, "in_bar", False))  # the progress bar shows these
+    handler.setLevel(logging.WARNING if quiet else logging.NOTSET)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("retouch").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+class _Lines(logging.StreamHandler[Any]):
+    """Writes to what standard error is at each record: a program may have put another stream there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def _handler() -> logging.Handler:
+    """Log lines for a terminal, or, in a file or a pipe, one line for each record, which nothing breaks."""
     from rich.console import Console
     from rich.logging import RichHandler
 
-    handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S", markup=False)
-    handler.addFilter(lambda record: not getattr(record, "in_bar", False))  # the progress bar shows these
-    handler.setFormatter(PrintableFormatter("%(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("retouch").setLevel(logging.DEBUG if verbose else logging.INFO)
+    console = Console(stderr=True)
+    if console.is_terminal:
+        rich = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S", markup=False)
+        rich.setFormatter(PrintableFormatter("%(message)s"))
+        return rich
+    handler = _Lines()
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)-8s %(message)s", "%H:%M:%S"))
+    return handler
+
+
+def note_loading(family: str) -> None:
+    """Log that torch is imported, which takes seconds, and a model is loaded."""
+    logging.getLogger(__name__).info("loading torch, then %s", family)
 
 
 _MOST_SIDE = 8192

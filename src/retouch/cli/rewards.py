@@ -149,6 +149,7 @@ def env(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Resolve the packages by their metadata, and install nothing.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run, packages and releases as JSON.")] = False,
 ) -> None:
     """Make a virtual environment for a reward with conflicting dependencies, and print the commands of its server."""
     import subprocess
@@ -159,6 +160,9 @@ def env(
     environment, reward = environment_of(name)
     folder = path or Path("reward-envs") / environment.name
     commands = environment.commands(reward, folder, devices, endpoints)
+    if dry_run and as_json:
+        typer.echo(json.dumps(resolve(environment), indent=2))
+        return
     typer.echo(f"{environment.title}; rewards: {', '.join(environment.rewards)}")
     if dry_run:
         found = resolve(environment)

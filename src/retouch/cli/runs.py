@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from retouch.algorithms.base import Objective
-from retouch.cli.options import Json, Overrides, RunFile, Trust, start_logging
-from retouch.config import load_run, numbers
+from retouch.cli.options import Json, Overrides, Quiet, RunFile, Trust, start_logging
+from retouch.config import RunConfig, load_run, numbers
 from retouch.config.check import require_trainable, warnings_of
 from retouch.config.derived import rows_per_forward
+from retouch.config.needs import DATA_SECTIONS
 from retouch.config.presets import preset_lines, preset_values
-from retouch.errors import ConfigError
+from retouch.config.variables import variables_in
+from retouch.errors import ConfigError, Stopped
 from retouch.files.disk import writing
+from retouch.process.plain_text import printable
+
+if TYPE_CHECKING:
+    from retouch.config.cost import Cost
 
 app = typer.Typer()
 
@@ -28,14 +36,38 @@ def train(
     run: RunFile,
     overrides: Overrides = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Debug messages in the log.")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
 ) -> None:
     """Train from a run file; also under accelerate launch and torchrun."""
     config = load_run(run, overrides or [], trust=True)
-    start_logging(verbose)
+    start_logging(verbose, quiet)
     from retouch.algorithms import train as recipes
 
-    with writing(Path(config.logging.dir) / config.name):
-        typer.echo(f"done: {recipes.train(config)}")
+    path = Path(config.logging.dir).expanduser() / config.name
+    with writing(path):
+        try:
+            recipes.train(config)
+        except Stopped as stopped:
+            if stopped.code == 0:  # as the run file asks: a message with the reason follows
+                _print_end(config, path, quiet=quiet, as_json=as_json)
+            raise
+    _print_end(config, path, quiet=quiet, as_json=as_json)
+    if not as_json:
+        typer.echo(f"done: {path}")
+
+
+def _print_end(config: RunConfig, path: Path, *, quiet: bool, as_json: bool) -> None:
+    """Print the end of a run, once: for people on standard error, or as JSON on standard output."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    from retouch.use.ending import ending
+
+    end = ending(config, path)
+    if as_json:
+        typer.echo(json.dumps(end.as_dict(), indent=2))
+    for line in [] if quiet else end.lines():
+        typer.echo(printable(line), err=True)
 
 
 @app.command()
@@ -52,13 +84,14 @@ def check(
         Path | None, typer.Option(metavar="FILE", help="Accelerate configuration of a vlm_grpo run, for --memory.")
     ] = None,
     gpu: Annotated[str, typer.Option(help="GPU of the cost: h100, h200, a100, l40s, b200 or 4090.")] = "h200",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="All derived numbers.")] = False,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Check a run file and print its derived numbers and its cost, without loading models."""
-    from retouch.config.cost import cost, cost_lines
+    """Check a run file and print its size, its memory and its cost, without loading models."""
+    from retouch.config.cost import cost
 
-    config = load_run(run, overrides or [], trust=trust or None)
+    config = load_run(run, overrides or [], unread=UNREAD, trust=trust or None)
     require_trainable(config)
     if accelerate is not None and not memory:
         raise ConfigError("--accelerate: given without --memory, which is what it changes; add --memory")
@@ -78,7 +111,7 @@ def check(
         from retouch.doctor.memory import report_memory
 
         counted = report_memory(config, processes, launch)
-    advice = warnings_of(config, processes)
+    advice = [*unset_variables(config), *warnings_of(config, processes)]
     if as_json:
         more: dict[str, Any] = {"cost": price.as_dict(), "warnings": advice}
         if counted is not None:
@@ -91,10 +124,9 @@ def check(
         return
     kind = config.algorithm.trained_kind(config)
     typer.echo(f"{run}: ok ({config.name}: {config.model.family}, {kind}, {config.algorithm.name})")
-    for name, value in derived.items():
-        if value:  # 0: the run has none of these
-            typer.echo(f"  {name.replace('_', ' '):32} {value:g}")
-    for line in (*preset_lines(config), *cost_lines(config, price)):
+    for name, told in _summary(config, derived, price):
+        typer.echo(f"  {name:14} {told}")
+    for line in _details(config, derived, price) if verbose else ():
         typer.echo(f"  {line}")
     if counted is not None:
         from retouch.doctor.memory import memory_table
@@ -102,6 +134,54 @@ def check(
         typer.echo("\n".join(memory_table(counted)))
     for line in advice:
         typer.echo(f"warning: {line}", err=True)
+
+
+UNREAD = (*DATA_SECTIONS, "model")
+"""Sections whose files `check` does not need: variables of the environment in them may be unset."""
+
+_UNREAD_PARTS = [name.partition(".")[0] for name in UNREAD]
+
+
+def unset_variables(config: RunConfig) -> list[str]:
+    """A warning for each key with a variable of the environment that `train` will require."""
+    return [
+        f"{'.'.join(key)}: {text} is not set in the environment; `retouch train` requires it"
+        for key, texts in variables_in(config.model_dump(mode="json", include={*_UNREAD_PARTS}))
+        for text in texts
+    ]
+
+
+def _summary(config: RunConfig, derived: Mapping[str, float], price: Cost) -> Iterator[tuple[str, str]]:
+    """The numbers by which a person decides whether to start a run, each with its name."""
+    from retouch.config.cost import told_of
+
+    steps = f"{config.training.max_steps:,}"
+    steps += f", the first {derived['warmup_steps']:,} supervised" if derived.get("warmup_steps") else ""
+    if derived.get("epochs"):
+        steps += f"; {derived['epochs']:,} epochs of {derived['optimizer_steps_per_epoch']:,}"
+    yield "steps", steps
+    if (held := _released_bytes(config, price.world_size)) is not None:
+        yield "memory", f"{held} a process, and activations; --memory lists it"
+    yield from told_of(config, price)
+
+
+def _released_bytes(config: RunConfig, world_size: int) -> str | None:
+    """Memory of a process before activations, where the counts that come with the package suffice."""
+    if not config.model.has_released_sizes:
+        return None
+    from retouch.doctor.line import size
+    from retouch.doctor.memory import count_released, device_bytes
+
+    weights = count_released(config)
+    return None if weights is None else size(device_bytes(config, weights, world_size))
+
+
+def _details(config: RunConfig, derived: Mapping[str, float], price: Cost) -> list[str]:
+    """Every derived number, the keys of a preset, and the cost of a forward."""
+    from retouch.config.cost import details_of
+
+    numbered = [f"{name.replace('_', ' '):32} {value:g}" for name, value in derived.items() if value]  # 0: has none
+    return [*numbered, *preset_lines(config), *(f"{name:32} {told}" for name, told in details_of(config, price))]
 
 
 @app.command()
@@ -136,7 +216,7 @@ def doctor(
     config = load_run(run, overrides or [], trust=trust or None) if run else None
     if config:
         numbers(config, world_size)  # rejects a number of processes that no machine could run
-    from retouch.doctor import diagnose, table
+    from retouch.doctor.diagnosis import diagnose, table
 
     lines = diagnose(config, world_size)
     typer.echo(json.dumps([asdict(line) for line in lines], indent=2) if as_json else table(lines))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retouch.cli.options import Json, Trust, parse_size, start_logging
+from retouch.cli.options import Json, Trust, note_loading, parse_size, start_logging
 from retouch.config import load_run
 from retouch.config.base import MOST_IMAGES
 from retouch.config.needs import DATA_SECTIONS
@@ -50,10 +50,13 @@ def sample(
     ] = None,
     more_image: Annotated[
         list[Path] | None,
-        typer.Option(help="Another source image beside --image, for a model that reads several; repeatable."),
+        typer.Option(
+            metavar="IMAGE", help="Another source image beside --image, for a model that reads several; repeatable."
+        ),
     ] = None,
     mask: Annotated[
-        list[Path] | None, typer.Option(help="Mask of --image, white = repaint; repeat it for several regions.")
+        list[Path] | None,
+        typer.Option(metavar="MASK", help="Mask of --image, white = repaint; repeat it for several regions."),
     ] = None,
     box: Annotated[
         list[str] | None,
@@ -69,6 +72,7 @@ def sample(
     text: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="TEXT",
             help="Target text, inserted into the run's prompt template; repeat it for several texts, with one --box or "
             "--mask for all, or one for each in the same order.",
         ),
@@ -128,6 +132,7 @@ def sample(
     chosen = items_to_sample(trained.config, request)
     with writing(out):
         make_folder(out)
+        note_loading(trained.config.model.family)
         from retouch.use.sampling import sample_to_folder
 
         for path in sample_to_folder(trained, request, chosen, out):
@@ -146,6 +151,7 @@ def demo_ui(
     """Serve a local page to mask an image and compare samples of the base and the trained weights."""
     start_logging()
     trained = find_trained(run, config, weights, raw, DATA_SECTIONS, trust)
+    note_loading(trained.config.model.family)
     from retouch.use.page import serve
 
     serve(trained, port)
@@ -156,8 +162,9 @@ def evaluate(
     run: Annotated[
         list[Path] | None,
         typer.Option(
+            metavar="RUN_DIR",
             help="Run directory; compares the base, the weights after the supervised warm-up, and the newest. Repeat "
-            "the option to compare the newest weights of several runs."
+            "the option to compare the newest weights of several runs.",
         ),
     ] = None,
     config: Config = None,
@@ -232,6 +239,7 @@ def evaluate(
     from retouch.observe.comparison import run_names
     from retouch.use.comparison import compare, compare_runs, comparison_table
 
+    note_loading(found[0].config.model.family)
     with writing(out or "--out"):
         if len(runs) > 1:
             places = run_names(runs)
@@ -330,6 +338,7 @@ def watch(
 @app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN [RUN ...]", help="Run directories.")],
+    as_json: Json = False,
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("compare.html"),
     single_file: SingleFile = False,
     open_it: Open = False,
@@ -341,9 +350,8 @@ def compare(
         found = write_comparison(run_names(runs), out, single_file=single_file)
     for problem in found.problems:
         typer.echo(f"warning: {problem}", err=True)
-    for verdict in found.verdicts:
-        typer.echo(verdict)
-    typer.echo(str(found.path))
+    told = {"page": str(found.path), "verdicts": [*found.verdicts], "problems": [*found.problems]}
+    typer.echo(json.dumps(told, indent=2) if as_json else "\n".join([*found.verdicts, str(found.path)]))
     if open_it:
         typer.launch(str(found.path))
 

@@ -317,23 +317,32 @@ def cost_lines(run: RunConfig, known: Cost) -> list[str]:
     return ["cost", *(f"  {name:14} {told}" for name, told in told_of(run, known))]
 
 
+def details_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
+    """(what, numbers) of a forward."""
+    if isinstance(run.algorithm, Objective):
+        yield "a forward", forward_told(run)
+    if known.tflop_per_forward is not None and known.tflops is not None:
+        size = " x ".join(map(str, run.data.size))
+        yield "TFLOP", f"{known.tflop_per_forward:.3g} a forward at {size}"
+
+
 def told_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
-    """(what, numbers)."""
+    """(what, numbers) of the run."""
     f = known.forwards
     if known.images:
         yield "images", f"{known.images_per_epoch:,} an epoch, {known.images:,.0f} in the run"
         parts = ((f.sampling, "sampled"), (f.ratios, "for ratios and references"), (f.training, "to train"))
         yield "forwards", " + ".join(f"{count:g} {what}" for count, what in parts if count) + " an image"
-    if isinstance(run.algorithm, Objective):
-        yield "a forward", forward_told(run)
     if known.supervised_rows:
         yield "supervised", f"{known.supervised_rows:,.0f} rows"
-    if known.tflop_per_forward is not None and known.tflops is not None:
-        size = " x ".join(map(str, run.data.size))
-        yield "TFLOP", f"{known.tflop_per_forward:.3g} a forward at {size}"
     if known.gpu_hours is not None:
         how = "measured" if known.measured else "derived"
-        yield "GPU hours", f"{known.gpu_hours:,.0f} on {known.gpu} at {known.tflops:.0f} TFLOP/s ({how})"
+        each = (
+            f", {known.gpu_hours / known.world_size:,.0f} on each of the {known.world_size}"
+            if known.world_size > 1
+            else ""
+        )
+        yield "GPU hours", f"{known.gpu_hours:,.0f} on {known.gpu} at {known.tflops:.0f} TFLOP/s ({how}){each}"
     if known.epoch_seconds and known.rollout_seconds:
         where = f"{known.world_size} GPU" + ("s" if known.world_size > 1 else "")
         yield "an epoch", f"{known.epoch_seconds:,.0f} s on {where}, {known.rollout_seconds:,.0f} s of them to sample"

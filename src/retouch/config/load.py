@@ -75,8 +75,8 @@ def load_run(
 
 
 def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any], *, warns: bool = True) -> dict[str, Any]:
-    """A run with the keys of `changes` merged over it, as overrides of the command line are; dotted keys and nested
-    mappings are equivalent.
+    """A run with the keys of `changes` merged over it; dotted keys and nested mappings are equivalent, except that a
+    table of `rewards` replaces all rewards, as on the command line.
 
     Args:
         warns: whether a section that another kind replaces is reported.
@@ -85,6 +85,9 @@ def overlaid(run: Mapping[str, Any], changes: Mapping[str, Any], *, warns: bool 
         ConfigError: a key set twice or below a value, an option of a reward that does not exist, or what cannot be laid
             over.
     """
+    if isinstance(table := changes.get("rewards"), Mapping):
+        _without_null(cast("Mapping[str, Any]", table))
+        run = {**run, "rewards": {}}
     below, above = with_new_names(run), with_new_names(_nested(changes))
     rewards = {*section_of(below, "rewards"), *section_of(changes, "rewards")}
     rewards |= {key.removeprefix("rewards.") for key in changes if key.count(".") == 1}

@@ -14,19 +14,17 @@ from typing import TYPE_CHECKING, Any
 from retouch.config.derived import kept_checkpoints, moment_bytes, rows_per_forward, snapshots
 from retouch.config.errors import ConfigError
 from retouch.config.run import RunConfig
-from retouch.doctor.data import needs_no_t5
-from retouch.doctor.launch import Launch
 from retouch.doctor.line import Line, size
-from retouch.doctor.machine import Gpus
 from retouch.doctor.model import FoundModel, downloaded, find_model, loaded
 from retouch.doctor.networks import Networks, asked_adapter, build_networks
-from retouch.doctor.scorers import scorers_beside
 from retouch.families.base import Model, TrainFull, TrainIpAdapter, TrainLora
 from retouch.families.sizes import Sizes, released_sizes
 from retouch.registry import load_attribute
 
 if TYPE_CHECKING:
     from retouch.adapters.formats import AdapterShape
+    from retouch.doctor.launch import Launch
+    from retouch.doctor.machine import Gpus
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -113,6 +111,8 @@ def count_released(run: RunConfig) -> Counted | None:
         return None
     if (sizes := released_sizes(model.spec)) is None:
         return None
+    from retouch.doctor.data import needs_no_t5
+
     network, others = sizes
     folder = downloaded(model.path) if model.spec.optional else None
     loaded_ones = loaded(model, embedded=needs_no_t5(run), folder=folder)
@@ -294,11 +294,14 @@ def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = N
         return _report(run, weights, world_size)
     import torch  # noqa: F401  # if it is missing, the message names the extra
 
+    from retouch.doctor.data import needs_no_t5
+
     found = find_model(run.model, embedded=needs_no_t5(run))
     if found.folder is None and found.problems:
         raise ConfigError(found.problems[0])
     networks = build_networks(run.model, found, download=True)
     if run.algorithm.trains_text_encoder:
+        from retouch.doctor.launch import Launch
         from retouch.doctor.vlm_memory import report_vlm
 
         dropped = dropped_tokens(run.model, found)
@@ -327,6 +330,8 @@ def _report(run: RunConfig, weights: Counted, world_size: int) -> dict[str, Any]
 
 def _with_rewards(report: Mapping[str, Any], run: RunConfig, world_size: int) -> dict[str, Any]:
     """The report with the networks of the rewards that share a device with the run."""
+    from retouch.doctor.scorers import scorers_beside
+
     known, unknown = scorers_beside(run, world_size)
     more = sum(size for _, size in known.values())
     sums = {name: report[name] + more for name in ("device_bytes", "peak_bytes") if name in report}
@@ -386,6 +391,8 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
         return Line("warning", "memory", f"not counted: {_unknown(run, networks)}")
     if not weights.trained:
         return Line("fix", "memory", "model.train.targets match no weight of the network; leave targets out")
+    from retouch.doctor.scorers import scorers_beside
+
     scorers, unknown = scorers_beside(run, world_size)
     beside = sum(count for _, count in scorers.values())
     need = device_bytes(run, weights, world_size) + beside

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -69,22 +69,29 @@ def _count(number: int, one: str, several: str | None = None) -> str:
 
 
 class StepLog:
-    """Logs the first step, and then at most one line every `every_s` seconds.
+    """Logs the time that the first evaluation promises, the first step, and then at most one line every `every_s`
+    seconds.
 
     Args:
+        time_left: returns the time left, or "".
         in_bar: a progress bar shows the same on the terminal, whose handler filters records with `in_bar`.
     """
 
-    def __init__(self, steps: int, every_s: float = 60.0, *, in_bar: bool = False) -> None:
-        self._steps, self._every_s, self._in_bar = steps, every_s, in_bar
+    def __init__(
+        self, steps: int, time_left: Callable[[], str] = str, every_s: float = 60.0, *, in_bar: bool = False
+    ) -> None:
+        self._steps, self._time_left, self._every_s, self._in_bar = steps, time_left, every_s, in_bar
         self._told: float | None = None
         self._reward: float | None = None
         self._seconds: list[float] = []
 
     def see(self, record: Mapping[str, Any]) -> None:
         """Add a record of any kind."""
+        left = self._time_left()
         if record["kind"] == "rollout":
             self._reward = record.get("combined_score")
+        if record["kind"] == "eval" and self._told is None and left:
+            logger.info("%s, at the speed of this evaluation", left, extra={"in_bar": self._in_bar})
         if record["kind"] != "train" or "time" not in record:
             return
         self._seconds.append(record["time"]["step"])
@@ -94,8 +101,8 @@ class StepLog:
         reward = record.get("reward", self._reward)
         loss = loss_text(record) + (f", mean reward {reward:.4g}" if reward is not None else "")
         seconds = sum(self._seconds) / len(self._seconds)
-        values = record["step"], self._steps, loss, seconds
-        logger.info("step %d of %d: %s, %.3g s a step", *values, extra={"in_bar": self._in_bar})
+        values = record["step"], self._steps, loss, seconds, f", {left}" if left else ""
+        logger.info("step %d of %d: %s, %.3g s a step%s", *values, extra={"in_bar": self._in_bar})
         self._told, self._seconds = now, []
 
 
@@ -108,14 +115,33 @@ def loss_text(record: Mapping[str, Any]) -> str:
 
 
 def means_text(means: Mapping[str, float]) -> str:
-    """The means of an evaluation. A detail is left out if its value has another name already: `ocr.ned` beside an equal
-    `ocr`, or `preservation.outside_l1` beside an equal `outside_l1`."""
+    """The means of an evaluation, without those that have another name already."""
+    again = repeated_names(means)
+    return ", ".join(f"{name} {value:.3f}" for name, value in means.items() if name not in again)
 
-    def repeated(name: str) -> bool:
+
+def repeated_names(*means: Mapping[str, float | None]) -> set[str]:
+    """Details whose values have another name in each of some evaluations: of a reward, one that its value is
+    (`ocr.ned`), and what evaluations measure, too (`preservation.outside_l1` beside `outside_l1`). Another detail that
+    happens to be equal, such as exact matches where nothing can be read, has a name of its own."""
+    found = set[str]()
+    for name in means[0]:
         reward, _, detail = name.partition(".")
-        return bool(detail) and means[name] in (means.get(reward), means.get(detail))
+        others = [detail, *([reward] if detail == _value_of(reward, means) else [])]
+        if detail and any(all(one.get(name) == one.get(other, _NOTHING) for one in means) for other in others):
+            found.add(name)
+    return found
 
-    return ", ".join(f"{name} {value:.3f}" for name, value in means.items() if not repeated(name))
+
+_NOTHING = object()
+
+
+def _value_of(reward: str, means: Sequence[Mapping[str, float | None]]) -> str | None:
+    """The detail that a reward which reads returns as its value."""
+    equal = (
+        n for n in ("ned", "confidence") if all(one.get(f"{reward}.{n}", _NOTHING) == one.get(reward) for one in means)
+    )
+    return next(equal, None)
 
 
 class LogFile:

@@ -36,7 +36,7 @@ from retouch.files import plain_json
 from retouch.files.complete import complete_checkpoints
 from retouch.files.disk import append_to, expanded, require_no_link, write_whole
 from retouch.imaging.png import write_png
-from retouch.observe.bar import TrainingBar
+from retouch.observe.bar import TrainingBar, Work
 from retouch.observe.log import LogFile, StepLog
 from retouch.observe.measuring import Measurement
 from retouch.observe.sinks import Sink, open_sinks, require_sinks
@@ -243,10 +243,10 @@ class RunDir:
             reason = (problem.strerror or str(problem)).lower()
             logger.warning("standard error cannot be written (%s): the run goes on, and logs to log.txt alone", reason)
 
-    def bar(self, clock: Stopwatch, phase: Callable[[], str], step: int) -> TrainingBar:
+    def bar(self, clock: Stopwatch, phase: Callable[[], str], step: int, work: Work | None = None) -> TrainingBar:
         """The progress bar of this run, which follows the records from now on; arguments of `TrainingBar`."""
-        bar = TrainingBar(self.config, clock, phase, step, main=self.main)
-        self._watchers = [StepLog(self.config.training.max_steps, in_bar=bar.shown), bar]
+        bar = TrainingBar(self.config, clock, phase, step, work, main=self.main)
+        self._watchers = [bar, StepLog(self.config.training.max_steps, bar.time_left, in_bar=bar.shown)]
         return bar
 
     def alarm(self, step: int, text: str) -> None:

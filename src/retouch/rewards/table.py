@@ -138,6 +138,7 @@ class RewardTable:
         self.asked = self.failed = 0
         self.golden: dict[str, list[float]] = {}
         self._backends: dict[Place, RewardBackend] = {}
+        self._pending: list[tuple[int, list[Future[dict[str, list[Outcome]]]]]] = []  # images, and what they wait for
 
     def start(self, gather: Gather = list) -> None:
         """Start or connect everything, without waiting for it to be ready.
@@ -271,7 +272,14 @@ class RewardTable:
         parts = {place: self._backends[place].submit(views[place.view]) for place in dict.fromkeys(places.values())}
         weights = {name: self.weights[name] for name in places}
         gates = {name: gate for name, gate in self.gates.items() if name in places}
-        return Scores({}, weights, items, broken, parts, places, gates)
+        scores = Scores({}, weights, items, broken, parts, places, gates)
+        waiting = [one for one in self._pending if not all(future.done() for future in one[1])]
+        self._pending = [*waiting, (len(items), scores.weighted_futures)]
+        return scores
+
+    def awaiting(self) -> int:
+        """Number of submitted images whose rewards that train are not all in; for another thread."""
+        return sum(images for images, futures in self._pending if not all(future.done() for future in futures))
 
     def revisions(self) -> dict[str, str]:
         """Reward -> revision of its scorer, once all are ready; of several servers that differ, all revisions."""

@@ -15,6 +15,7 @@ from typing import Any
 from retouch.adapters.lora import is_update
 from retouch.engine import CheckpointError, Diverged
 from retouch.engine.saved import sound_state
+from retouch.observe.bar import Work
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.training.build import Run
@@ -66,7 +67,9 @@ class Session(Loop):
         with ExitStack() as failed:
             failed.push(self)  # an evaluation that fails here ends as one within the run
             self._shown.enter_context(self.stops.handling_signals())
-            self._shown.enter_context(run.dir.bar(run.clock, lambda: self.progress.phase, step))
+            evaluated = min(len(run.eval_data), self.config.evaluation.num_examples)
+            work = Work(self.config, run.derived, run.costs, run.rewards.awaiting, evaluated)
+            self._shown.enter_context(run.dir.bar(run.clock, lambda: self.progress.phase, step, work))
             recorder.evaluate_at_start()
             failed.pop_all()
         return self

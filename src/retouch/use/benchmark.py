@@ -201,7 +201,7 @@ def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
             )
         needs |= config.model.needs
         needs |= {"reference"} if takes_references(config, scored=False) else set()
-    data = load_dataset(section, "--path", needs)
+    data = load_dataset(section, benchmark.path_key, needs)
     for config in configs:
         from retouch.data.rules import require_one_batch
 
@@ -211,10 +211,10 @@ def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
                 f"resolution: given {list(section.size)}; {config.model.family} needs multiples of {multiple}; set "
                 "resolution in the benchmark file"
             )
-        require_one_batch(config, "--path", data)
+        require_one_batch(config, benchmark.path_key, data)
         warnings, problems = PromptCheck(config)(section, data.items)  # a benchmark keeps its items
         for warning in (*warnings, *map(str, problems.values())):
-            logger.warning("--path: %s", warning)
+            logger.warning("%s: %s", benchmark.path_key, warning)
     return data
 
 

@@ -29,6 +29,7 @@ from retouch.observe.comparison import (
     scoring_differences,
     write_comparison,
 )
+from retouch.observe.log import repeated_names
 from retouch.observe.report import change_of
 from retouch.observe.transfer import Transfer, transfers
 from retouch.rewards.base import Reward, RewardEntry
@@ -331,7 +332,8 @@ def confirmed(after: Evaluation, before: Evaluation, rewards: Mapping[str, Rewar
 def comparison_table(result: dict[str, Any]) -> str:
     """A table of measures by weights, then the gains over `against` with their intervals."""
     means = result["means"]
-    measures = dict.fromkeys(measure for values in means.values() for measure in values)
+    again = repeated_names(*means.values())
+    measures = dict.fromkeys(measure for values in means.values() for measure in values if measure not in again)
     shown = {label: of for label, of in result["gains"].items() if label.endswith(f" - {result['against']}")}
     width = max(12, *(len(name) + 2 for name in means))
     wide = {label: max(30, len(f"{label} [95 %]") + 3) for label in shown}

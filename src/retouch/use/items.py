@@ -19,6 +19,7 @@ from retouch.data.dataset import Dataset, check_item, in_place, load_dataset
 from retouch.data.discover import data_at
 from retouch.data.formats.calligrapher import DEFAULT_TEMPLATE
 from retouch.data.formats.manifest import ManifestData
+from retouch.data.formats.prompts import PromptsData
 from retouch.data.rules import require_more_images
 from retouch.families.prompts import PromptCheck, require_read
 from retouch.files.disk import on_disk
@@ -99,7 +100,10 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
         DataError, ImageProblem: a broken image or mask, a box outside the image, or more broken items than the run
             allows.
     """
-    if (request.data is None) == (request.image is None):
+    prompt_alone = not takes_source(config) and request.data is None and request.image is None
+    if prompt_alone and not request.texts and request.prompt is None:
+        raise ConfigError("give either --data, or --prompt (or --text)")
+    if not prompt_alone and (request.data is None) == (request.image is None):
         raise ConfigError("give either --data, or --image with --mask (or --box) and --text (or --prompt)")
     if request.fit not in (None, *FITS):
         raise ConfigError(f"--fit: given {request.fit!r}; {nearest(request.fit, FITS)}")
@@ -119,6 +123,9 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
             return section, examples_of(config, section, "--data", request.reference, scored=False).items
         except DataError as error:
             raise DataError(_with_options(str(error))) from None
+    if prompt_alone:
+        prompts = PromptsData(path="")
+        return prompts.model_copy(update=_shared(config.data, PromptsData) | update), [_one_prompt(config, request)]
     section = ManifestData(path="").model_copy(
         update=_shared(config.data, ManifestData) | {"reference": "given"} | update
     )
@@ -152,26 +159,55 @@ def require_utf_8(option: str, text: str) -> None:
         raise ConfigError(f"{option}: given {text[:80]!r}, which is not UTF-8; write it in UTF-8")
 
 
+def takes_source(config: RunConfig) -> bool:
+    """Whether the model of a run reads a source image; others generate from prompts."""
+    return "source" in config.model.needs or config.model.spec.edits
+
+
+def _one_prompt(config: RunConfig, request: SampleRequest) -> ItemFiles:
+    """The prompt of a request without an image."""
+    given = {"mask": request.masks, "box": request.boxes, "more-image": request.more_images}
+    if masked := [option for option, value in given.items() if value]:
+        raise ConfigError(
+            f"--{masked[0]}: given, but {config.model.family} generates whole images from prompts; omit it"
+        )
+    return ItemFiles(0, _prompt_of(config, request), reference_path=_reference_of(config, request))
+
+
 def _one_item(config: RunConfig, request: SampleRequest, invert: bool) -> ItemFiles:
     """The image of a request with its mask and prompt."""
     _check_one_image(config, request)
+    reference = _reference_of(config, request)
+    source = _file(request.image, "image")
+    assert source is not None  # `items_to_sample`
+    mask, places = _region(source, request, invert)
+    more = tuple(file for image in request.more_images if (file := _file(image, "more-image")) is not None)
+    told = text_metadata(request.texts, places)
+    is_made, prompt = bool(request.boxes) or len(request.masks) > 1, _prompt_of(config, request)
+    item = ItemFiles(0, prompt, source, mask, reference, metadata=told, more_paths=more, mask_is_made=is_made)
+    require_more_images(config, "--more-image", [item])
+    return item
+
+
+def _reference_of(config: RunConfig, request: SampleRequest) -> Path | PackedImage | None:
     if takes_references(config, scored=False) and request.reference is None:
         raise ConfigError(
             "--image needs --reference: the run trained with references (a style adapter, model.reference_images or "
             "data.reference_strip)"
         )
     _takes_references(config, request.reference, scored=False)
+    return _file(request.reference, "reference")
+
+
+def _prompt_of(config: RunConfig, request: SampleRequest) -> str:
+    _require_one_prompt(request)
     template = getattr(config.data, "prompt_template", DEFAULT_TEMPLATE)
-    prompt = request.prompt if request.prompt is not None else template_prompt(template, request.texts)
-    source = _file(request.image, "image")
-    assert source is not None  # `items_to_sample`
-    mask, places = _region(source, request, invert)
-    more = tuple(file for image in request.more_images if (file := _file(image, "more-image")) is not None)
-    told = text_metadata(request.texts, places)
-    reference, is_made = _file(request.reference, "reference"), bool(request.boxes) or len(request.masks) > 1
-    item = ItemFiles(0, prompt, source, mask, reference, metadata=told, more_paths=more, mask_is_made=is_made)
-    require_more_images(config, "--more-image", [item])
-    return item
+    return request.prompt if request.prompt is not None else template_prompt(template, request.texts)
+
+
+def _require_one_prompt(request: SampleRequest) -> None:
+    if request.texts and request.prompt is not None:
+        raise ConfigError("--text: given beside --prompt, which is the whole prompt; leave one of them out")
 
 
 def _check_one_image(config: RunConfig, request: SampleRequest) -> None:
@@ -179,8 +215,7 @@ def _check_one_image(config: RunConfig, request: SampleRequest) -> None:
     if request.masks and request.boxes:
         raise ConfigError("--box: given beside --mask; leave one of them out")
     unmasked = not request.masks and not request.boxes
-    if request.texts and request.prompt is not None:
-        raise ConfigError("--text: given beside --prompt, which is the whole prompt; leave one of them out")
+    _require_one_prompt(request)
     if (unmasked and not edits) or (not request.texts and request.prompt is None):
         raise ConfigError(f"--image needs {'' if edits else '--mask (or --box) and '}--text (or --prompt)")
     if unmasked and request.crop == "mask":

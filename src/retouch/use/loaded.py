@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from retouch.adapters.initial_lora import require_initial_lora
+from retouch.adapters.lora import is_update
 from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import RunConfig
@@ -53,8 +54,11 @@ class Loaded:
     def guidance_scale(self) -> float:
         return self.config.guidance_scale
 
-    def load(self, weights: Path | None) -> None:
+    def load(self, weights: Path | None, strength: float = 1.0) -> None:
         """Use the weights of a folder; None: the base.
+
+        Args:
+            strength: share of their change of the base that is applied; other than 1 requires `keep_base`.
 
         Raises:
             CheckpointError: weights of another model.
@@ -68,10 +72,21 @@ class Loaded:
             self._is_base = True
             return
         try:
-            self.policy.load(self.trainee.load(weights))
+            state = self.trainee.load(weights)
+            self.policy.load(state if strength == 1 else self._scaled(state, strength))
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{weights}: {error}") from None
         self._is_base = False
+
+    def _scaled(self, state: Mapping[str, Tensor], strength: float) -> dict[str, Tensor]:
+        """Trained weights with another share of their change. A LoRA that began as no change has only its B scaled, for
+        its change is B A."""
+        updates = {name for name in state if is_update(name)}
+        scaled = updates if updates and not any(bool(self._base[n].any()) for n in updates) else set(state)
+        return {
+            name: torch.lerp(self._base[name].float(), t.cpu().float(), strength).to(t.dtype) if name in scaled else t
+            for name, t in state.items()
+        }
 
 
 def for_items(config: RunConfig, items: Iterable[ItemFiles], section: DataSection) -> RunConfig:
