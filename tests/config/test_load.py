@@ -167,7 +167,7 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "no such run file; see configs/"),
+        (None, "no such run file; `retouch init --example list`"),
         (b"a: [1", "not valid YAML: .*expected ',' or ']'.* line 1"),
         (b"\xff\xfe\x00", "not valid YAML: 'utf-8' codec"),
         (b"", "expected a mapping of keys to values; the file holds nothing"),
