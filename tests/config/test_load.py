@@ -249,7 +249,7 @@ def test_a_run_file_lies_over_the_one_it_extends(written: Callable[..., Path]) -
         "preservation": (1, None),
     }
     assert run.optimizer.betas == (0.5, 0.6)  # lists are replaced
-    assert run.model.train.model_dump(exclude_none=True) == {"kind": "lora", "rank": 8, "alpha": 8}
+    assert run.model.train.model_dump(exclude_none=True) == {"kind": "lora", "rank": 8, "alpha": 8, "init": "uniform"}
     assert read_yaml(path).keys() == read_yaml(path.parent / "below.yaml").keys()
     assert load_run(path, ["seed=9"]).seed == 9
 
