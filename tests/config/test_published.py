@@ -20,7 +20,7 @@ from tests.docs.pages import REPOSITORY
 RUN_FILES = {
     name: file
     for name, file in published_files().items()
-    if not name.startswith(("accelerate/", "reproduce/evaluation/", "cluster/", "constraints"))
+    if not name.startswith(("accelerate/", "reproduce/evaluation/", "cluster/", "constraints", "demo", "python_api"))
 }
 
 

@@ -1,4 +1,4 @@
-"""examples/cluster/slurm.sbatch, with programs that stand in for SLURM: what a node runs, and when a job is requeued."""
+"""examples/cluster/slurm.sbatch, with programs in place of SLURM: what a node runs, when a job is queued again."""
 
 from __future__ import annotations
 

@@ -19,10 +19,15 @@ from retouch.errors import ConfigError
 PREFIX = "example:"
 CONFIGS = "configs"
 
-TREES = (CONFIGS, "scripts", "examples/cluster", "constraints.txt")
+TREES = (CONFIGS, "scripts", "examples/cluster", "examples/demo.py", "examples/python_api.py", "constraints.txt")
 """Folders and files of the repository that a wheel has as well."""
 
-_OTHERS = {"constraints": "constraints.txt", "cluster/slurm": "examples/cluster/slurm.sbatch"}
+_OTHERS = {
+    "cluster/slurm": "examples/cluster/slurm.sbatch",
+    "constraints": "constraints.txt",
+    "demo": "examples/demo.py",
+    "python_api": "examples/python_api.py",
+}
 """Name -> file that is not under configs/."""
 
 
@@ -134,9 +139,7 @@ def _standing_alone(file: Path) -> str:
 
 
 def _title(file: Path) -> str:
-    """The first sentence of the comment at the top of a file."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    comment = " ".join(
-        line.removeprefix("#").strip() for line in lines[:4] if line.startswith("#") and line[1:2] != "!"
-    )
+    """The start of the comment or docstring at the top of a file."""
+    lines = [line.replace('"""', "# ") for line in file.read_text(encoding="utf-8").splitlines()[:5]]
+    comment = " ".join(line.lstrip("# ") for line in lines if line.startswith("# ") and line[2:3] != "%")
     return textwrap.shorten(comment.partition(". ")[0].rstrip("."), 110, placeholder=" …")
