@@ -59,7 +59,10 @@ def no_optimizer(parameters: Any, lr: float) -> object:
 
 @pytest.mark.parametrize(
     ("factory", "options"),
-    [(f"{HERE}:Adaptive", {"d0": 1e-2}), ("torch.optim:SGD", {"momentum": 0.9, "nesterov": True})],
+    [
+        (f"{HERE}:Adaptive", {"d0": 1e-2}),
+        pytest.param("torch.optim:SGD", {"momentum": 0.9, "nesterov": True}, marks=pytest.mark.full),
+    ],
 )
 def test_a_run_resumes_bitwise(config: Config, scripted: Use, factory: str, options: dict[str, Any]) -> None:
     """And its rate follows the schedule."""
