@@ -38,9 +38,8 @@ def launch_extras(run: RunConfig | None) -> dict[str, str]:
     """Extras that a run may need because of its accelerate configuration, which the run file does not name -> why."""
     if run is None or not run.algorithm.trains_text_encoder:
         return {}
-    return {
-        "deepspeed": "needed to launch on several GPUs with configs/accelerate/zero2.yaml or zero3.yaml (of `retouch init --example all`)"
-    }
+    files = "configs/accelerate/zero2.yaml or zero3.yaml (`retouch init --example all` writes them)"
+    return {"deepspeed": f"needed to launch on several GPUs with {files}"}
 
 
 def read_launch(file: Path) -> Launch:
