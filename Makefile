@@ -81,9 +81,8 @@ style: .venv/.installed
 types: .venv/.installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-docs: .venv/.installed ## Build the documentation as a site in site/
-	$(PIP) -e ".[docs]"
-	$(BIN)/mkdocs build --strict
+docs: .venv/docs/.installed ## Build the documentation as a site in site/
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict
 
 mutants: .venv/.installed ## Break the code on purpose and check that a test catches each fault
 	$(BIN)/python tools/mutants.py
@@ -115,6 +114,12 @@ OF_TESTS := $(OF_DEMO),vlm,mmmg,quantize,wandb,dev
 .venv/.installed: pyproject.toml constraints.txt
 	$(call install,$(OF_TESTS))
 	@touch .venv/.runtime $@
+
+# An environment of their own: the pages need neither torch nor this package
+.venv/docs/.installed: constraints.txt
+	$(PYTHON) -m venv .venv/docs
+	.venv/docs/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt mkdocs-material
+	@touch $@
 
 # DeepSpeed's setup imports torch; its operators are compiled at their first use
 .venv/.deepspeed: .venv/.installed

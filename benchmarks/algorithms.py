@@ -28,6 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "examples"))
 
 from demo import evaluations, make_data, retouch  # noqa: E402
+from figures import label_ends, style  # noqa: E402
 from inputs import inputs  # noqa: E402
 
 from retouch.config import derive, load_run  # noqa: E402
@@ -158,20 +159,23 @@ def plot(rows: Sequence[Row], out: Path) -> None:
     import matplotlib.pyplot as plt
 
     families = [f for f in FAMILIES if any(r["family"] == f and r["train"] == "full" for r in rows)]
-    figure, axes = plt.subplots(1, len(families), figsize=(5.2 * len(families), 3.8), squeeze=False, sharey=True)
+    figure, axes = plt.subplots(1, len(families), figsize=(6.2 * len(families), 3.8), squeeze=False, sharey=True)
     for axis, family in zip(axes[0], families, strict=True):
-        for color, algorithm in enumerate(ALGORITHMS):
+        ends = dict[str, tuple[Sequence[float], str]]()
+        for number, algorithm in enumerate(ALGORITHMS):
+            own = style(number)
             curves = [
                 r["curve"] for r in rows if (r["family"], r["algorithm"], r["train"]) == (family, algorithm, "full")
             ]
             for curve in curves:
-                axis.plot(*zip(*curve, strict=True), color=f"C{color}", alpha=0.25, linewidth=0.8)
+                axis.plot(*zip(*curve, strict=True), color=own["color"], alpha=0.25, linewidth=0.8)
             if curves:
                 mean = [(points[0][0], fmean(p[1] for p in points)) for points in zip(*curves, strict=False)]
-                axis.plot(*zip(*mean, strict=True), color=f"C{color}", label=algorithm)
+                axis.plot(*zip(*mean, strict=True), **own)
+                ends[algorithm] = mean[-1], own["color"]
         axis.set_title(family)
         axis.set_xlabel("images seen")
-        axis.legend(frameon=False)
+        label_ends(axis, ends)
     axes[0][0].set_ylabel("held-out NED (OCR)")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, bbox_inches="tight", metadata={"Date": None})

@@ -21,12 +21,14 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY / "examples"))
 
-from demo import CONFIG, MEASURES, evaluations, make_data, retouch  # noqa: E402
+from demo import MEASURES, evaluations, make_data, retouch  # noqa: E402
 from inputs import inputs  # noqa: E402
 
 from retouch.config import load_run  # noqa: E402
 from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
 from retouch.use.comparison import gains  # noqa: E402
+
+CONFIG = REPOSITORY / "configs/tiny/flux_fill_grpo.yaml"
 
 
 def main() -> None:

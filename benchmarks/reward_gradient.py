@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from figures import label_ends, style
 from inputs import inputs
 
 from algorithms import ALGORITHMS, MEASURES, REPOSITORY, Row, evaluations, make_data, measured, retouch, write
@@ -179,16 +180,19 @@ def plot(rows: Sequence[Row], compared: Sequence[Row], out: Path) -> None:
     """Held-out NED against forwards of RL: a line for each seed."""
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(6.4, 3.8))
+    figure, axis = plt.subplots(figsize=(7.4, 4.2))
     shown = [row for row in (*rows, *compared) if "supervised" not in row["arm"]]
-    for color, arm in enumerate(dict.fromkeys(row["arm"] for row in shown)):
-        for number, row in enumerate(row for row in shown if row["arm"] == arm):
-            axis.plot(*zip(*row["points"], strict=True), color=f"C{color}", label=None if number else arm, alpha=0.7)
+    ends = dict[str, tuple[Sequence[float], str]]()
+    for number, arm in enumerate(dict.fromkeys(row["arm"] for row in shown)):
+        own = style(number)
+        for row in (row for row in shown if row["arm"] == arm):
+            axis.plot(*zip(*row["points"], strict=True), **own, alpha=0.7, linewidth=0.8)
+            ends[arm] = max(ends.get(arm, (row["points"][-1],))[0], row["points"][-1]), own["color"]
     axis.axhline(REACHED, color="grey", linewidth=0.6, linestyle=":")
     axis.set_xlim(left=0)
     axis.set_xlabel("network forwards of RL")
     axis.set_ylabel("held-out NED (OCR)")
-    axis.legend(frameon=False)
+    label_ends(axis, ends)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, bbox_inches="tight", metadata={"Date": None})
 

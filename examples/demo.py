@@ -34,9 +34,8 @@ from retouch.training.evaluation import (
 )
 from retouch.use.comparison import gains
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 DATA, RUN = Path("runs/demo-data"), Path("runs/demo")
-CONFIG = REPOSITORY / "configs/tiny/flux_fill_grpo.yaml"
+CONFIG = "example:tiny/flux_fill_grpo"
 MEASURES = {"NED": "ocr.ned", "exact words": "ocr.exact", "glyph correlation": "glyph_correlation"}
 
 
@@ -51,7 +50,7 @@ def main() -> None:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda received, _: SIGNALS.append(received))
     make_data(DATA)
-    retouch("train", str(CONFIG), "name=demo", "resume=auto", DATA_PATH=str(DATA))
+    retouch("train", CONFIG, "name=demo", "resume=auto", DATA_PATH=str(DATA))
     retouch("report", str(RUN))
     newest = max((RUN / "images").glob("step-*/evaluation.png"))
     shutil.copy(newest, RUN / "before-after.png")

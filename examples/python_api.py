@@ -18,7 +18,7 @@ from retouch.tiny.signs import (
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 logging.getLogger("retouch").setLevel(logging.INFO)
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 and sys.argv[1].isdecimal() else 40
-CONFIG = Path(retouch.__file__).parents[2] / "configs/tiny/flux_fill_grpo.yaml"
+CONFIG = "example:tiny/flux_fill_grpo"
 
 # %% [markdown]
 # ## Data

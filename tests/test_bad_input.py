@@ -104,7 +104,7 @@ def test_overrides_that_are_none(run_yaml: Callable[..., Path], override: str, m
 def test_run_files_that_are_none(tmp_path: Path) -> None:
     assert (
         refused(retouch("train", "nowhere.yaml"))
-        == "nowhere.yaml: no such run file; see configs/ for the published ones"
+        == "nowhere.yaml: no such run file; `retouch init --example list` lists the published ones"
     )
     path = tmp_path / "run.yaml"
     path.write_text("a: [1")

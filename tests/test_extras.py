@@ -78,6 +78,20 @@ def test_the_extras_that_share_an_environment() -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("index")
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_every_python_has_wheels_of_the_same_versions(version: str, tmp_path: Path) -> None:
+    """All but font-roboto (fonts), which is a source release of files alone."""
+    wanted = requirements(*sorted({*EXTRAS} - APART - {"fonts"}))
+    wheels = ["--ignore-installed", "--only-binary", ":all:", "--python-version", version, "--target", str(tmp_path)]
+    dry_run("-c", "constraints.txt", *wheels, *wanted)
+
+
+def test_no_extra_is_empty() -> None:
+    assert all(EXTRAS.values())
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("index")
 def test_imscore_in_an_environment_without_train() -> None:
     """Without constraints.txt, whose transformers is newer than it takes; with the torch that is installed."""
     dry_run(*requirements("serve", "imscore"), f"torch=={importlib.metadata.version('torch').partition('+')[0]}")

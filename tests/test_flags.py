@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from retouch.algorithms import ALGORITHMS
 from retouch.cli import app, flags
 from retouch.cli.flags import KEYS, answer
 from retouch.config import parse_run
 from retouch.config.check import require_trainable
 from retouch.config.load import read_yaml
+from retouch.config.published import resolved
 from retouch.families import FAMILIES
 from retouch.families.base import SHORT_NAMES
 from tests.command_line import retouch
@@ -38,44 +38,44 @@ PRODUCTION = (
 )
 LINES = {
     MINIMAL: [
-        *("configs/flux_fill_ip_grpo.yaml", "model.path=tiny", "model.train.image_encoder=tiny"),
+        *("example:flux_fill_ip_grpo", "model.path=tiny", "model.train.image_encoder=tiny"),
         *("rewards.style.image_encoder=tiny", "data.format=manifest", "data.path=data.json"),
         *("data.reference=mask_box", "logging.dir=out", "data.resolution=512"),
         *("optimizer.batch_size_per_device=1", "training.max_steps=1000"),
     ],
     "--model_type qwen --train_data_json data.json": [
-        *("configs/qwen_image_sft.yaml", "data.format=manifest", "data.path=data.json"),
+        *("example:qwen_image_sft", "data.format=manifest", "data.path=data.json"),
     ],
     "--model_type flux --use_rl --train_data_json l.json --ocr_weight 0.3 --vlm_weight 0.7": [
-        *("configs/flux_fill_manifest_grpo.yaml", "data.path=l.json", "rewards.ocr={weight: 0.3}"),
+        *("example:flux_fill_manifest_grpo", "data.path=l.json", "rewards.ocr={weight: 0.3}"),
         "rewards.vlm={weight: 0.7}",
     ],
     "--siglip_path s --use_rl --ocr_weight 0.3 --vlm_weight 0.7": [
-        *("configs/flux_fill_ip_vlm_ocr_grpo.yaml", "model.train.image_encoder=s", "rewards.ocr.weight=0.3"),
+        *("example:flux_fill_ip_vlm_ocr_grpo", "model.train.image_encoder=s", "rewards.ocr.weight=0.3"),
         "rewards.vlm.weight=0.7",
     ],
     "mine.yaml --use_rl --rl_method nft --nft-beta 0.3 data.limit=8 --report_to none": [
         *("mine.yaml", "algorithm.name=nft", "algorithm.mix=0.3", "logging.sinks=[]", "data.limit=8"),
     ],
     "--use_rl false --use_ema false --resume_from_checkpoint latest": [
-        *("configs/flux_fill_sft.yaml", "ema=null", "resume=auto"),
+        *("example:flux_fill_sft", "ema=null", "resume=auto"),
     ],
     "--model_type sdxl --max_train_steps 3": ["RUN.yaml", "model.family=sdxl", "training.max_steps=3"],
     "--model_type flux --train_data_json x.json --use_rl --rl_method ppo": [
-        *("configs/flux_fill_manifest_grpo.yaml", "algorithm.name=ppo", "data.path=x.json"),
+        *("example:flux_fill_manifest_grpo", "algorithm.name=ppo", "data.path=x.json"),
     ],
     "--siglip_path s --rl_method dpo": [
-        *("configs/flux_fill_ip_grpo.yaml", "algorithm.name=dpo", "model.train.image_encoder=s"),
+        *("example:flux_fill_ip_grpo", "algorithm.name=dpo", "model.train.image_encoder=s"),
         "rewards.style.image_encoder=s",
     ],
-    "--model_type qwen --rl_method ppo": ["configs/qwen_image_grpo.yaml", "algorithm.name=ppo"],
+    "--model_type qwen --rl_method ppo": ["example:qwen_image_grpo", "algorithm.name=ppo"],
     "--model_type sd3 --siglip_path s --rl_method nft": [
         *("RUN.yaml", "algorithm.name=nft", "model.family=sd3", "model.train.image_encoder=s"),
     ],
     "--rl_method kto --model_type sd3": ["RUN.yaml", "algorithm.name=kto", "model.family=sd3"],
     "--learning_rate 1e-4 --use_8bit_adam run.yaml": ["run.yaml", "optimizer.lr=1e-4"],
     "mine.yaml --rl_kl_beta 0.1 --nft_beta 0.5": ["mine.yaml", "algorithm.kl_weight=0.1", "algorithm.mix=0.5"],
-    "--rl_kl_beta 0.1": ["configs/flux_fill_sft.yaml"],
+    "--rl_kl_beta 0.1": ["example:flux_fill_sft"],
 }
 DATA = ("", "--train_data_json x.json", "--siglip_path s", "--siglip_path s --train_data_json x.json",
         "--initial_ip_adapter_path a.bin")  # fmt: skip
@@ -129,7 +129,7 @@ def test_every_line_is_of_a_file_that_is_there_and_accepted(model: str, monkeypa
     for method, data, rewards in itertools.product(("", *flags._SWITCHED), DATA, REWARDS):  # pyright: ignore[reportPrivateUsage]
         line = line_of(f"--model_type {model} {f'--use_rl --rl_method {method}' if method else ''} {data} {rewards}")
         if line[0] != "RUN.yaml" and tuple(line) not in tried:
-            run = parse_run(read(REPOSITORY / line[0]), line[1:], source=shlex.join(line))
+            run = parse_run(read(resolved(line[0])), line[1:], source=shlex.join(line))
             require_trainable(run)
             assert (run.algorithm.name, run.model.family) == (method or "sft", SHORT_NAMES.get(model, model))
             assert (run.model.train.kind == "ip_adapter") == ("_path" in data)
@@ -137,14 +137,9 @@ def test_every_line_is_of_a_file_that_is_there_and_accepted(model: str, monkeypa
     assert len({line for line in tried if line[0] != "RUN.yaml"}) >= 10
 
 
-def test_the_published_files_are_those_of_configs() -> None:
-    table = flags._PUBLISHED  # pyright: ignore[reportPrivateUsage]
-    there = {kind: [a for a in ALGORITHMS if (REPOSITORY / f"configs/{kind}_{a}.yaml").is_file()] for kind in table}
-    assert {kind: sorted(named) for kind, named in table.items()} == {k: sorted(named) for k, named in there.items()}
-    assert {*FAMILIES} <= {*table} and all("grpo" in named for named in table.values())
-    parts = ("_ip", "_ip_vlm_ocr", "_manifest")
-    more = {f"{family}{part}" for family in FAMILIES for part in parts}
-    assert {kind for kind in more if (REPOSITORY / f"configs/{kind}_grpo.yaml").is_file()} == more & {*table}
+def test_every_family_has_published_files() -> None:
+    assert all("grpo" in flags.published_algorithms(family) for family in FAMILIES)
+    assert flags.published_algorithms("flux_fill_ip_vlm_ocr") == ["grpo"] and not flags.published_algorithms("flux")
 
 
 @pytest.mark.parametrize(

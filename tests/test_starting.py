@@ -13,6 +13,7 @@ from PIL import Image
 
 from retouch.config import RunConfig, load_run
 from retouch.data.discover import discover
+from retouch.families import FAMILIES
 from retouch.tiny.edits import write_edits
 from retouch.tiny.signs import draw_words, synthesize, write_signs
 from tests.command_line import retouch
@@ -141,6 +142,32 @@ def test_one_caption_without_a_text_does_not_change_the_reward(tmp_path: Path) -
     assert "1 without a text, on whose samples the reward fails" in outcome.out and "rewards ocr" in outcome.out
     own.write_text(json.dumps([{**absolute, "prompt": "“A”"}, *({**absolute, "prompt": "b"} for _ in range(2))]))
     assert "rewards clip, seam" in retouch("init", own, "--out", tmp_path / "few.yaml").out
+
+
+@pytest.mark.parametrize("family", default([*FAMILIES], {"sdxl_inpaint", "sd3", "flux2_klein"}.__contains__))
+def test_every_family_gets_a_run_file(photos: Path, tmp_path: Path, family: str) -> None:
+    """Of images and masks; of prompts, if it generates from them alone."""
+    assert started(tmp_path, photos, "--family", family)[0].model.family == family
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f'a sign that says "WORD{i}"\n' for i in range(9)), encoding="utf-8")
+    outcome = retouch("init", prompts, "--family", family, "--out", tmp_path / "of_prompts.yaml")
+    if FAMILIES[family].spec.needs:
+        assert outcome.code == 2 and f"given '{family}', which needs images, but {prompts} has prompts" in outcome.err
+        assert "sd3" in outcome.err.partition("set --family to one of")[2]
+        return
+    assert outcome.code == 0, outcome.err
+    run = load_run(tmp_path / "of_prompts.yaml")
+    assert (run.data.format, run.data.path, [*run.rewards]) == ("prompts", str(prompts), ["ocr"])
+    assert "fit:" not in (tmp_path / "of_prompts.yaml").read_text(encoding="utf-8")
+
+
+def test_prompts_without_a_text_get_clip(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a cat\na dog\n", encoding="utf-8")
+    for model in ("tiny", "some/folder"):
+        outcome = retouch("init", prompts, "--family", "sd3", "--out", tmp_path / f"{model[:4]}.yaml", "--model", model)
+        assert outcome.code == 0, outcome.err
+        assert [*load_run(tmp_path / f"{model[:4]}.yaml").rewards] == ["clip"]
 
 
 def test_a_folder_without_a_list_is_referred_to_init(tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ A run is one YAML file. These pages list every key; this page has the top level.
   unknown key is an error that names the nearest valid key.
 - **Readers.** "Read …" at the end of a meaning names what reads the key. Where nothing reads a key that is given,
   `check` rejects the file, or warns.
+- **Published files.** `example:NAME` stands for a run file that comes with the package, in every command and after
+  `extends:`; `retouch init --example list` prints the names, and `--example NAME` writes the file.
 - **Inheritance.** `extends: OTHER.yaml`, relative to the file that contains it, adds the keys of the other file that
   this file does not set. Sections are merged key by key; lists are replaced. A section that names another kind
   (`model.family`, `model.train.kind`, `data.format`, `algorithm.name`, `scorer`) replaces the inherited section

@@ -63,6 +63,26 @@ def test_a_fresh_adapter_is_the_base_exactly(adapted: Any) -> None:
     assert not torch.allclose(velocity(adapted), before, atol=1e-2)
 
 
+def test_the_two_starts_have_the_spread_of_their_sources() -> None:
+    """Flow-GRPO (scripts/train_sd3.py) sets init_lora_weights="gaussian": a normal distribution of std 1 / rank. The
+    default is uniform within 1 / sqrt(inputs) of the layer, as nn.Linear. The factors B are 0 in both."""
+    rank, found = 8, dict[str, Tensor]()
+    for init in ("uniform", "gaussian"):
+        torch.manual_seed(0)
+        made: Any = network()
+        make_trainable(made, TrainLora(rank=rank, init=init), FluxFillModel.spec)
+        parts = {n: p.detach() for n, p in made.named_parameters() if ".lora_" in n}
+        assert all((p == 0).all() for n, p in parts.items() if ".lora_B." in n)
+        # in units of what is expected of the layer
+        scale = {n: rank if init == "gaussian" else p.shape[1] ** 0.5 for n, p in parts.items() if ".lora_A." in n}
+        found[init] = torch.cat([(parts[n] * unit).flatten() for n, unit in scale.items()])
+    flat, normal = found["uniform"], found["gaussian"]
+    assert len(normal) > 4000 and float(flat.abs().max()) <= 1
+    noise = len(normal) ** -0.5
+    assert abs(float(flat.var()) - 1 / 3) < 3 * noise and abs(float(normal.var()) - 1) < 5 * noise
+    assert abs(float((normal**4).mean()) - 3) < 40 * noise  # of a normal distribution; 9/5 of a uniform one
+
+
 def test_alpha_over_rank_scales_the_update(adapted: Any) -> None:
     """One adapted weight: W + alpha / rank · B A."""
     policy = Policy(adapted)

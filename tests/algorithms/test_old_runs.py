@@ -130,7 +130,12 @@ def test_no_old_run_names_the_machine_that_made_it() -> None:
 def test_old_runs_are_small_and_outside_the_wheel() -> None:
     assert sum(file.stat().st_size for file in files()) < 3_000_000 * len(COMMITS)
     built = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
-    assert built["targets"]["wheel"] == {"packages": ["src/retouch", *(f"src/{annex}" for annex in ANNEXES)]}
+    wheel = built["targets"]["wheel"]
+    assert wheel.keys() == {"packages", "force-include"} and wheel["packages"] == [
+        "src/retouch",
+        *(f"src/{annex}" for annex in ANNEXES),
+    ]
+    assert not any(tree.startswith("tests") for tree in wheel["force-include"])
 
 
 def files() -> list[Path]:

@@ -138,7 +138,7 @@ def test_no_file() -> None:
     outcome = retouch("check", "nowhere.yaml")
     assert (outcome.code, outcome.err) == (
         2,
-        "error: nowhere.yaml: no such run file; see configs/ for the published ones\n",
+        "error: nowhere.yaml: no such run file; `retouch init --example list` lists the published ones\n",
     )
 
 

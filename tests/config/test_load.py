@@ -169,7 +169,7 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "no such run file; see configs/"),
+        (None, "no such run file; `retouch init --example list`"),
         (b"a: [1", "not valid YAML: .*expected ',' or ']'.* line 1"),
         (b"\xff\xfe\x00", "not valid YAML: 'utf-8' codec"),
         (b"", "expected a mapping of keys to values; the file holds nothing"),
@@ -251,7 +251,7 @@ def test_a_run_file_lies_over_the_one_it_extends(written: Callable[..., Path]) -
         "preservation": (1, None),
     }
     assert run.optimizer.betas == (0.5, 0.6)  # lists are replaced
-    assert run.model.train.model_dump(exclude_none=True) == {"kind": "lora", "rank": 8, "alpha": 8}
+    assert run.model.train.model_dump(exclude_none=True) == {"kind": "lora", "rank": 8, "alpha": 8, "init": "uniform"}
     assert read_yaml(path).keys() == read_yaml(path.parent / "below.yaml").keys()
     assert load_run(path, ["seed=9"]).seed == 9
 

@@ -53,6 +53,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "sft": ("algorithm={name: sft}", "rewards={}"),
     "style": ("model.train={kind: ip_adapter, weights: kv_lora}", "algorithm.sft_steps=2"),
     "keys": ("model.train={kind: ip_adapter, weights: kv}",),
+    "another optimizer": ("optimizer={factory: 'a:B'}",),
     "linear": (SD, "model.train={kind: ip_adapter}"),
     "prompts": (*MMMG, "algorithm={name: sft}", "rewards={}"),
     "stages": MMMG,

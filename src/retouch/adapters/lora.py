@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from peft import LoraConfig
 from safetensors import safe_open
@@ -20,7 +21,13 @@ FILE = "pytorch_lora_weights.safetensors"
 ADAPTER = "default"
 
 
-def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]) -> None:
+def add_lora(
+    network: nn.Module,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str],
+    init: Literal["uniform", "gaussian"] = "uniform",
+) -> None:
     """Freeze the network and add trainable low-rank adapters, in fp32, that start as a no-op.
 
     There is no dropout option: it would make rollout and training two different policies.
@@ -35,7 +42,8 @@ def add_lora(network: nn.Module, rank: int, alpha: float, targets: Sequence[str]
             f"model.train.targets: given {', '.join(targets)}; no module of {type(network).__name__} ends like that; "
             "leave targets out to take those of the family"
         )
-    network.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, init_lora_weights=True))  # type: ignore[operator]
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, init_lora_weights=init == "uniform" or init)
+    network.add_adapter(config)  # type: ignore[operator]
     fuse_lora(network)
     for parameter in network.parameters():
         if parameter.requires_grad:

@@ -51,7 +51,7 @@ def make_trainable(network: nn.Module, train: Train, spec: FamilySpec, seed: int
     if train.kind == "ip_adapter":
         return train_ip_adapter(network, train, spec, seed)
     initial = initial_lora(network, train, spec)
-    add_lora(network, train.rank, train.alpha, train.targets or spec.lora_targets)
+    add_lora(network, train.rank, train.alpha, train.targets or spec.lora_targets, train.init)
     with torch.no_grad():
         for name, factor in initial.items():
             network.get_parameter(name).copy_(factor)

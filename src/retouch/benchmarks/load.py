@@ -11,6 +11,7 @@ from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import Benchmark
 from retouch.config.errors import explain, nearest
 from retouch.config.load import read_yaml
+from retouch.config.published import is_run_file, resolved
 from retouch.config.variables import with_variables
 from retouch.errors import ConfigError
 from retouch.files.disk import is_file
@@ -28,10 +29,10 @@ def load_benchmark(given: str, path: Path | None) -> Benchmark:
     """
     keys: dict[str, Any] = {"name": given}
     source = "--benchmark"
-    if given.endswith((".yaml", ".yml")):
-        if not is_file(Path(given)):
+    if is_run_file(given):
+        if not is_file(file := resolved(given)):
             raise ConfigError(f"--benchmark: given {given}; no such file")
-        keys, source = read_yaml(Path(given)), given
+        keys, source = read_yaml(file), given
     if path is not None:
         keys["path"] = str(path)
     import_plugins_of_environment()

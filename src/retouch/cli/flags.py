@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from retouch.algorithms import ALGORITHMS
+from retouch.config.published import PREFIX, is_run_file, published_files
 from retouch.families.base import SHORT_NAMES
 
 KEYS: Mapping[str, str] = {
@@ -60,20 +61,6 @@ _CHOICE = ("model_type", "use_rl", "rl_method", "use_ema")
 
 _FALSE = ("false", "False", "0", "no")
 
-_PUBLISHED: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(("flux_fill", "sd_inpaint"), ("sft", "grpo", "ppo", "dpo", "nft", "reward_gradient")),
-    **dict.fromkeys(("flux_fill_manifest", "sd_inpaint_manifest"), ("sft", "grpo", "dpo", "nft")),
-    **dict.fromkeys(
-        ("flux_fill_ip", "sd_inpaint_ip", "qwen_image", "qwen_image_ip", "qwen_image_edit"), ("sft", "grpo", "nft")
-    ),
-    **dict.fromkeys(
-        ("flux_dev", "flux_kontext", "sdxl_inpaint", "sd3", "z_image", "flux2_klein", "flux2_dev", "qwen_image_21"),
-        ("grpo", "nft"),
-    ),
-    "flux_fill_ip_vlm_ocr": ("grpo",),
-}
-"""Start of a name in configs/ -> the algorithms with such a file. The package may be installed without configs/."""
-
 _WITH_OCR = frozenset(
     {
         *("flux_fill", "flux_fill_ip", "flux_fill_ip_vlm_ocr", "sd_inpaint", "sd_inpaint_ip", "sdxl_inpaint"),
@@ -111,10 +98,10 @@ def answer(command: str, arguments: Sequence[str]) -> str | None:
     given, words, unknown = _parsed(others)
     if not given:
         return None
-    files = [word for word in words if _is_run_file(word)]
+    files = [word for word in words if is_run_file(word)]
     kind = "" if files else _kind(given)
-    named = _algorithm(given) if _algorithm(given) in _PUBLISHED.get(kind, ()) else "grpo"
-    file = files[0] if files else f"configs/{kind}_{named}.yaml" if kind else "RUN.yaml"
+    named = _algorithm(given) if _algorithm(given) in published_algorithms(kind) else "grpo"
+    file = files[0] if files else f"{PREFIX}{kind}_{named}" if kind else "RUN.yaml"
     typed, unread = _overrides(given, kind, named)
     # the published files have that section, and --ema_decay makes one
     own_ema = not kind and given.get("use_ema", "false") not in _FALSE and "ema_decay" not in given
@@ -130,8 +117,9 @@ def answer(command: str, arguments: Sequence[str]) -> str | None:
     )
 
 
-def _is_run_file(word: str) -> bool:
-    return word.endswith((".yaml", ".yml"))
+def published_algorithms(kind: str) -> list[str]:
+    """Algorithms that the published files of a kind are of: the ends of their names."""
+    return [name for name in ALGORITHMS if f"{kind}_{name}" in published_files()]
 
 
 def _without_own(arguments: Sequence[str], options: Mapping[str, bool]) -> tuple[list[str], list[str]]:
@@ -158,7 +146,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[s
             continue
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
-        takes = left and not left[0].startswith("--") and "=" not in left[0] and not _is_run_file(left[0])
+        takes = left and not left[0].startswith("--") and "=" not in left[0] and not is_run_file(left[0])
         if not equals and takes and (name not in _SWITCHES or left[0].lower() in ("true", *_FALSE)):
             value = left.pop(0)
         if name in KEYS:
@@ -182,10 +170,11 @@ def _kind(given: Mapping[str, str]) -> str:
     if not {"siglip_path", "initial_ip_adapter_path"}.isdisjoint(given):
         judged = "vlm_weight" in given and (family, algorithm) == ("flux_fill", "grpo")
         part = "_ip_vlm_ocr" if judged else "_ip"
-    elif "train_data_json" in given and f"{family}_manifest" in _PUBLISHED:
+    elif "train_data_json" in given and published_algorithms(f"{family}_manifest"):
         part = "_manifest"
     kind = f"{family}{part}"
-    return kind if algorithm in (*_PUBLISHED.get(kind, ()), *_SWITCHED) and kind in _PUBLISHED else ""
+    published = published_algorithms(kind)
+    return kind if published and algorithm in (*published, *_SWITCHED) else ""
 
 
 def _overrides(given: Mapping[str, str], kind: str, named: str) -> tuple[list[str], list[str]]:

@@ -12,7 +12,7 @@ import typer
 from retouch.errors import ConfigError
 from retouch.process.plain_text import PrintableFormatter
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file.")]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="Run file, or example:NAME of a published one.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Values by dotted key.")]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Use the code and the hosts that a run file in a run directory names.")

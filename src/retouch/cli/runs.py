@@ -18,6 +18,7 @@ from retouch.config.check import require_trainable, warnings_of
 from retouch.config.derived import rows_per_forward
 from retouch.config.needs import DATA_SECTIONS
 from retouch.config.presets import preset_lines, preset_values
+from retouch.config.published import write_example
 from retouch.config.variables import variables_in
 from retouch.errors import ConfigError, Stopped
 from retouch.files.disk import writing
@@ -186,20 +187,29 @@ def _details(config: RunConfig, derived: Mapping[str, float], price: Cost) -> li
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(help="Folder of images, or a list of them.")] = Path(),
-    out: Annotated[Path, typer.Option(help="Run file to write.")] = Path("run.yaml"),
-    family: Annotated[
-        str, typer.Option(help="Model family that repaints or edits images, such as flux_fill or qwen_image_edit.")
-    ] = "flux_fill",
+    folder: Annotated[Path, typer.Argument(help="Folder of images, a list of them, or a file of prompts.")] = Path(),
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default: run.yaml, or the name of the example.")
+    ] = None,
+    family: Annotated[str, typer.Option(help="Model family, such as flux_fill, qwen_image_edit or sd3.")] = "flux_fill",
     algorithm: Annotated[str, typer.Option(help="sft | grpo | ppo | dpo | nft.")] = "grpo",
     model: Annotated[
         str | None,
         typer.Option(help="Folder or hub id of the base, or tiny; default: $MODEL_PATH, or the released model."),
     ] = None,
+    example: Annotated[
+        str | None, typer.Option(metavar="NAME|list|all", help="Write a file that comes with the package instead.")
+    ] = None,
 ) -> None:
-    """Write a commented run file for a folder of images, and a manifest if it has none."""
+    """Write a commented run file for a folder of images or a file of prompts, and a manifest if it has none; or a
+    published file (--example)."""
+    if example is not None:
+        with writing(out or Path(), "--out"):
+            typer.echo("\n".join(write_example(example, out)))
+        return
     from retouch.use.starting import start
 
+    out = out or Path("run.yaml")
     with writing(out.parent, "--out"):
         typer.echo("\n".join(start(folder, out, family, algorithm, model)))
 

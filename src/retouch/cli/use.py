@@ -13,6 +13,7 @@ from retouch.cli.options import Json, Trust, note_loading, parse_size, start_log
 from retouch.config import load_run
 from retouch.config.base import MOST_IMAGES
 from retouch.config.needs import DATA_SECTIONS
+from retouch.config.published import resolved
 from retouch.errors import ConfigError
 from retouch.files.disk import writing
 from retouch.process.plain_text import printable
@@ -376,10 +377,10 @@ def find_trained(
     if (run is None) == (config is None):
         raise ConfigError("give either --run RUN_DIR or --config RUN.yaml")
     for option, path in {"--run": run, "--config": config, "--weights": weights}.items():
-        if path is not None and not path.exists():
+        if path is not None and not resolved(path).exists():
             raise ConfigError(f"{option}: given {path}; no such file or folder")
     file = run / "config.yaml" if run is not None else config
-    if file is not None and file.is_file():
+    if file is not None and resolved(file).is_file():
         from retouch.training.files import require_model
 
         require_model(load_run(file, unread=unread, trust=trust if config is None else trust or None))

@@ -155,7 +155,7 @@ def _learning_rate(run: RunConfig, world_size: int) -> str | None:
     elif kind == "ip_adapter" and run.algorithm.trains_on_rewards:
         kind = "ip_adapter by RL"
     known = LEARNING_RATES.get(kind)  # a plug-in may train other weights
-    if rate is None or known is None or known.holds(rate):
+    if rate is None or known is None or known.holds(rate) or run.optimizer.factory is not None:
         return None
     return f"{key}: given {rate:g}; published for {kind}: {known} ({known.runs}); set {known.high:g}"
 

@@ -196,8 +196,8 @@ def require_even_share(run: RunConfig, per_device: int, world_size: int, what: s
 
 
 def moment_bytes(run: RunConfig) -> int:
-    """Bytes of AdamW's two moments of a trained weight."""
-    return 8 if run.optimizer.state == "fp32" else 2
+    """Bytes of AdamW's two moments of a trained weight; another optimizer counts as AdamW in fp32."""
+    return 8 if run.optimizer.state == "fp32" or run.optimizer.factory is not None else 2
 
 
 def saved_bytes(run: RunConfig) -> int | None:

@@ -20,6 +20,7 @@ from retouch.config.base import Section
 from retouch.config.errors import ConfigError, explain, field_annotation, models_of, nearest
 from retouch.config.kinds import changed_tag, is_reward, is_set, replace_kinds
 from retouch.config.presets import section_of
+from retouch.config.published import example_of, resolved
 from retouch.config.run import RunConfig
 from retouch.config.trust import Key, consented, foreign, in_run_directory, named, require_consent
 from retouch.config.variables import variables_in, with_variables
@@ -55,6 +56,7 @@ def load_run(
     default, and a default may name another variable: `${A:-${B:-c}}`.
 
     Args:
+        path: a file, or `example:NAME` for one that comes with the package.
         overrides: "dotted.key=value" as the command line takes them, or a mapping for `overlaid`.
         unread: sections that the caller does not read, like "evaluation.data"; variables in them may be unset and then
             stay as they are written.
@@ -64,7 +66,7 @@ def load_run(
     Raises:
         ConfigError: with one message that names the value given, the values allowed and the option to set.
     """
-    file = Path(path)
+    file = resolved(path)
     run = read_yaml(file)
     if trust is None:
         trust = not in_run_directory(file)
@@ -134,9 +136,10 @@ def _as_yaml(value: Any) -> Any:
 def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
     """The mapping a YAML file holds, laid over the one it `extends`.
 
-    `extends: other.yaml`, relative to the file, adds the keys of the other that this one does not set. Sections are
-    merged key by key, unless they name another kind (`train: {kind: full}` over a `lora`): then the new one replaces
-    the old. Null removes a reward (`rewards: {ocr: null}`) or an optional section (`ema: null`).
+    `extends: other.yaml`, relative to the file, or `extends: example:NAME` adds the keys of the other that this one
+    does not set. Sections are merged key by key, unless they name another kind (`train: {kind: full}` over a `lora`):
+    then the new one replaces the old. Null removes a reward (`rewards: {ocr: null}`) or an optional section (`ema:
+    null`).
 
     Raises:
         ConfigError: no such file, not YAML, not a mapping, files that extend each other, or what cannot be laid over.
@@ -147,7 +150,12 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: more than {_MAX_EXTENDS} run files extend each other; merge some of them")
     if not path.is_file():
         folder = "is a folder; give a run file (.yaml)" if path.is_dir() else "no such run file"
-        raise ConfigError(f"{path}: {folder}; see configs/ for the published ones")
+        remedy = (
+            f"{example} is published"
+            if (example := example_of(path))
+            else "`retouch init --example list` lists the published ones"
+        )
+        raise ConfigError(f"{path}: {folder}; {remedy}")
     try:
         data = with_this_dir(yaml12.parse(path.read_text(encoding="utf-8")), path.parent)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -165,11 +173,12 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
     base = own.pop("extends")
     if not isinstance(base, str):
         raise ConfigError(f"{path}: extends: given {base!r}; name one run file, relative to this one")
-    if not is_file(path.parent / base):
+    other = path.parent / resolved(base)
+    if not is_file(other):
         raise ConfigError(
-            f"{path}: extends: given {base!r}, but there is no {path.parent / base}; the name is relative to this file"
+            f"{path}: extends: given {base!r}, but there is no {other}; the name is relative to this file"
         )
-    below = read_yaml(path.parent / base, [*chain, path.resolve()])
+    below = read_yaml(other, [*chain, path.resolve()])
     try:
         _check_family(below, own)
         merged = _overlay(below, own)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
-from retouch.config.base import Count, Decay, NonNegative, Positive, Section
-from retouch.config.reads import ReadBy, ReadIn, Reading
+from retouch.config.base import Count, Decay, Names, NonNegative, Positive, Section
+from retouch.config.reads import ReadBy, ReadIf, ReadIn, Reading
+from retouch.registry import PLUGINS
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -32,12 +33,21 @@ def _has_a_warm_up(own: object, run: RunConfig) -> bool:
     return bool(getattr(run.algorithm, "sft_steps", 1)) or "sft_steps" in run.algorithm.model_fields_set
 
 
+ADAMW = ReadIf(
+    "without `factory`",
+    lambda own: own.factory is None,
+    "which AdamW reads, but optimizer.factory is {own.factory!r}; leave {name} out, and set "
+    "optimizer.options={{...}} to the options of that class",
+)
+
+
 class OptimizerConfig(Section):
-    """AdamW and its batches."""
+    """AdamW, or another optimizer, and its batches."""
 
     FREE_IN_EPOCH: ClassVar[Set[str]] = {
-        "lr", "sft_lr", "betas", "weight_decay", "eps", "schedule", "ramp_steps", "max_grad_norm", "steps_per_forward",
-        "batch_size_per_device", "gradient_accumulation", "on_out_of_memory",  # `_same_rows` has their product
+        "lr", "sft_lr", "betas", "weight_decay", "eps", "schedule", "ramp_steps", "max_grad_norm",
+        "steps_per_forward", "on_out_of_memory",
+        "batch_size_per_device", "gradient_accumulation",  # `_same_rows` has their product
     }  # fmt: skip
     ALIASES: ClassVar[Mapping[str, str]] = {"warmup_lr": "sft_lr", "moments": "state"}
     READ_BY: ClassVar[Reading | None] = "diffusion"
@@ -57,11 +67,25 @@ class OptimizerConfig(Section):
         ),
     ] = None
     """Learning rate of the supervised warm-up (SFT) of RL runs; null is `lr`."""
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    factory: Annotated[str | None, Names("code", own=("torch.optim",), variables=(PLUGINS,))] = None
+    """Another optimizer than AdamW, as "module:Class", like torch.optim:Muon or prodigyopt:Prodigy: a subclass of
+    torch.optim.Optimizer, called with the trained weights, `lr` and `options`. `lr`, `sft_lr`, `schedule` and
+    `ramp_steps` set the rate of every step, and checkpoints have its state: a run resumes bitwise if the class restores
+    all of it. A module that is not installed is searched for in the working directory. Memory is counted as AdamW's."""
+    options: Annotated[
+        dict[str, Any],
+        ReadIf(
+            "with `factory`",
+            lambda own: own.factory is not None,
+            "but optimizer.factory is not set, and AdamW has keys of its own; set betas, weight_decay or eps",
+        ),
+    ] = Field(default={})
+    """Keyword arguments of `factory` by name, except lr."""
+    betas: Annotated[tuple[Decay, Decay], ADAMW] = (0.9, 0.999)
     """Decay rates of the two moments."""
-    weight_decay: NonNegative = 1e-4
+    weight_decay: Annotated[NonNegative, ADAMW] = 1e-4
     """Decoupled weight decay; it is multiplied by the learning rate."""
-    eps: Positive = 1e-8
+    eps: Annotated[Positive, ADAMW] = 1e-8
     """Added to the root of the second moment."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after its warm-up: constant, or decaying to 0 at max_steps."""
@@ -83,7 +107,7 @@ class OptimizerConfig(Section):
     """Action when an optimizer step runs out of device memory. "halve" repeats it, and all later steps, with half the
     rows per forward: bitwise identical to a file with batch_size_per_device halved, a step of as many rows and as many
     steps per forward. "stop" ends the run; on several processes both do."""
-    state: Literal["fp32", "8bit"] = "fp32"
+    state: Annotated[Literal["fp32", "8bit"], ADAMW] = "fp32"
     """Precision of AdamW's two moments: "8bit" (bitsandbytes, arXiv 2110.02861) takes 2 bytes for a trained weight
     instead of 8; its steps are not exactly the same. For full weights: the moments of a LoRA are small."""
     steps_per_forward: Annotated[Count | Literal["auto"] | None, ReadBy("parts")] = "auto"
@@ -100,6 +124,15 @@ class OptimizerConfig(Section):
                 f"{key}.gradient_accumulation: given {self.gradient_accumulation} beside {key}.global_batch_size "
                 f"{self.global_batch_size}, which already sets the rows of a step; leave one of them out"
             )
+        if self.factory is not None and run.training.sharding != "none":
+            raise ValueError(
+                f"{key}.factory: given {self.factory!r} beside training.sharding={run.training.sharding}, which shards "
+                "the state of AdamW alone; leave factory out, or set training.sharding=none"
+            )
+        if self.factory is not None and not all(self.factory.partition(":")):
+            raise ValueError(f"{key}.factory: given {self.factory!r}; expected a class; set it to 'module:Class'")
+        if "lr" in self.options:
+            raise ValueError(f"{key}.options: given lr, which is {key}.lr; leave it out of options")
         if self.state == "8bit" and run.training.sharding != "none":
             raise ValueError(
                 f"{key}.state: given '8bit' beside training.sharding={run.training.sharding}, which shards them "

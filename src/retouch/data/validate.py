@@ -8,11 +8,11 @@ from pathlib import Path
 
 from retouch.config import RunConfig, load_run
 from retouch.config.needs import data_sections, needed_pictures
+from retouch.config.published import is_run_file
 from retouch.data.base import DataSection, ItemError, ItemFiles
 from retouch.data.checking import in_threads, progress
 from retouch.data.dataset import CheckPrompts, examine, listed_in, repeated_ids
 from retouch.data.discover import data_at
-from retouch.data.lists import suffix_of
 from retouch.data.texts import reading_rewards, scored_sections, text_warnings
 from retouch.imaging.lines import shown_text
 from retouch.process.plain_text import printable
@@ -60,7 +60,7 @@ def validate(
     Raises:
         DataError, ConfigError: the path is neither, or cannot be listed.
     """
-    if suffix_of(path) in (".yaml", ".yml"):
+    if is_run_file(str(path)):
         run = load_run(path, trust=trust or None)
         sections = data_sections(run)
         needs = {name: needed_pictures(run, training=name == "data") for name in sections}

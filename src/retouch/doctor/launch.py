@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import yaml
 
+from retouch.config.published import resolved
 from retouch.config.run import RunConfig
 from retouch.errors import ConfigError
 
@@ -37,7 +38,8 @@ def launch_extras(run: RunConfig | None) -> dict[str, str]:
     """Extras that a run may need because of its accelerate configuration, which the run file does not name -> why."""
     if run is None or not run.algorithm.trains_text_encoder:
         return {}
-    return {"deepspeed": "needed to launch on several GPUs with configs/accelerate/zero2.yaml or zero3.yaml"}
+    files = "configs/accelerate/zero2.yaml or zero3.yaml (`retouch init --example all` writes them)"
+    return {"deepspeed": f"needed to launch on several GPUs with {files}"}
 
 
 def read_launch(file: Path) -> Launch:
@@ -46,12 +48,13 @@ def read_launch(file: Path) -> Launch:
     Raises:
         ConfigError: no such file, another engine, or no number of processes or ZeRO stage.
     """
+    place = resolved(file)
     try:
-        given: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+        given: Any = yaml.safe_load(place.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         given = None
     if not isinstance(given, Mapping):
-        raise ConfigError(f"--accelerate: {file} is no configuration of accelerate; give configs/accelerate/zero2.yaml")
+        raise ConfigError(f"--accelerate: {file} is no configuration of accelerate; give example:accelerate/zero2")
     config = cast("Mapping[str, Any]", given)
     processes = str(config.get("num_processes", 1))
     if not processes.isdecimal() or int(processes) < 1:
@@ -65,7 +68,7 @@ def read_launch(file: Path) -> Launch:
     if kind != "DEEPSPEED" or stage not in _STAGES:
         raise ConfigError(
             f"--accelerate: {file} is of {kind}, or leaves zero_stage to a DeepSpeed config file; give one with "
-            "distributed_type DEEPSPEED and zero_stage 0 to 3, like configs/accelerate/zero3.yaml"
+            "distributed_type DEEPSPEED and zero_stage 0 to 3, like example:accelerate/zero3"
         )
     return Launch(
         stage=int(stage),

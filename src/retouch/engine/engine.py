@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from retouch.config.errors import ConfigError
 from retouch.engine.parallel import Fsdp2, Replicated
-from retouch.engine.speed import choose_kernels, compile_blocks, leave_casts_to_autocast
+from retouch.engine.speed import choose_kernels, compile_blocks, leave_casts_to_autocast, with_own_options
 from retouch.engine.zero import Zero
 from retouch.errors import first_line
 from retouch.rewards.client.config import COLLECTIVE_S
@@ -178,7 +178,7 @@ class Engine:
 
     @property
     def optimizer(self) -> Any:
-        """AdamW over this process's trained weights or shards."""
+        """AdamW, or that of `optimizer.factory`, over this process's trained weights or shards."""
         return self._parallel.optimizer
 
     def new_optimizer(self) -> None:
@@ -294,9 +294,7 @@ class Engine:
         return {"optimizer": moments, "scaler": scaler.state_dict() if scaler else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = {name: self.optimizer.param_groups[0][name] for name in ("betas", "weight_decay", "eps")}
-        groups = [{**group, **own} for group in state["optimizer"]["param_groups"]]  # those of the run file, as its lr
-        self._parallel.load_state_dict({**state["optimizer"], "param_groups": groups})
+        self._parallel.load_state_dict(with_own_options(state["optimizer"], self.optimizer, self.config))
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from retouch.config.errors import ConfigError
+from retouch.registry import load_named
 
 if TYPE_CHECKING:
     from retouch.config.run import OptimizerConfig, TrainingConfig
@@ -66,11 +68,14 @@ def compile_blocks(network: nn.Module, backend: str = "inductor") -> None:
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter], device: torch.device) -> Any:
-    """AdamW over the trained weights, fused on GPUs and CPUs, or with 8-bit moments.
+    """AdamW over the trained weights, fused on GPUs and CPUs, or with 8-bit moments; or the class of
+    `optimizer.factory`.
 
     Raises:
-        ConfigError: 8-bit moments without bitsandbytes or without a GPU.
+        ConfigError: 8-bit moments without bitsandbytes or without a GPU, or a class that cannot be used.
     """
+    if config.factory is not None:
+        return _custom_optimizer(config.factory, config, parameters)
     options: dict[str, Any] = {
         "lr": config.lr,
         "betas": config.betas,
@@ -91,6 +96,33 @@ def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter], 
             f"{where}which needs bitsandbytes: pip install bitsandbytes, or set optimizer.state=fp32"
         ) from None
     return library.optim.AdamW8bit(parameters, **options)
+
+
+def _custom_optimizer(
+    factory: str, config: OptimizerConfig, parameters: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer:
+    kind, given = load_named("optimizer.factory", factory, "class"), f"optimizer.factory: given {factory!r}, which"
+    try:
+        optimizer = kind(parameters, lr=config.lr, **config.options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{given} raised {type(error).__name__}: {error}; set optimizer.options to fit it") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{given} made {type(optimizer).__name__}; expected a subclass of torch.optim.Optimizer")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    # those have a step that evaluates the loss itself, and one whose weights differ between training and evaluation
+    if hasattr(optimizer, "eval") or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise ConfigError(
+            f"{given} needs a closure, or a switch between training and evaluation; set a class whose step() is called "
+            "after backward and that has neither"
+        )
+    return optimizer
+
+
+def with_own_options(state: Mapping[str, Any], optimizer: Any, config: OptimizerConfig) -> dict[str, Any]:
+    """A saved state with the options of the run file, as this optimizer has them, in place of the checkpoint's."""
+    names = ("betas", "weight_decay", "eps") if config.factory is None else config.options
+    own = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+    return {**state, "param_groups": [{**saved, **new} for saved, new in zip(state["param_groups"], own, strict=True)]}
 
 
 def computed_here(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:

@@ -168,6 +168,10 @@ class TrainLora(Section):
     """Updates are scaled by alpha / rank; null is 2 · rank."""
     targets: Annotated[list[Text], Field(min_length=1)] | None = None
     """Module-name suffixes to adapt; null takes the defaults of the family."""
+    init: Literal["uniform", "gaussian"] = "uniform"
+    """Distribution of the factors A of a new LoRA, whose factors B are 0: "uniform" is that of the paper's code (within
+    1 / √inputs of a layer), "gaussian" has the standard deviation 1 / rank, as in Flow-GRPO and diffusers' scripts. On
+    layers of more than rank² / 3 inputs that is the larger one, and a step of B changes the weight by more."""
     initial_adapter: Text | None = None
     """LoRA to start from: a file of diffusers, PEFT or kohya, or a checkpoint or run directory of an earlier run (its
     EMA weights where it has them). `rank` and `alpha` must be those of the file; modules that the file does not adapt

@@ -192,7 +192,8 @@ def _may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: 
     before, now = with_new_names(saved_run_file(state, folder)), yaml12.parse(dump_run(config))
     for section in ("optimizer", "algorithm"):  # an option that is missing in the checkpoint did not exist yet
         before[section] = {**_own_defaults(getattr(config, section)), **before[section]}
-    _same(folder, "was written under", "optimizer", "state", before, now, NEW_RUN)
+    for name in ("state", "factory"):
+        _same(folder, "was written under", "optimizer", name, before, now, NEW_RUN)
     after_warmup = state["progress"]["phase"] == "rl"
     if after_warmup and now["algorithm"].get("kl_weight", 0) and before["algorithm"].get("kl_weight", 1) == 0:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""A first run file for a folder of images: `retouch init`."""
+"""A first run file for a folder of images or a file of prompts: `retouch init`."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class _Run:
 
 
 def start(folder: Path, out: Path, family: str, algorithm: str, model: str | None) -> list[str]:
-    """Write a run file for the images of a folder and, if they have no list that a format reads, a manifest beside it
-    -> lines for the terminal.
+    """Write a run file for the images of a folder or for prompts and, if images have no list that a format reads, a
+    manifest beside it -> lines for the terminal.
 
     Args:
         model: `model.path`; None: $MODEL_PATH, or the released model of the family.
@@ -94,17 +94,17 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
     """
     import_plugins_of_environment()
     family = SHORT_NAMES.get(family, family)
-    repainting = [name for name, section in FAMILIES.available().items() if "source" in section.spec.needs]
+    families = [*FAMILIES.available()]
     algorithms = [name for name, kind in ALGORITHMS.available().items() if not kind.trains_text_encoder]
-    for option, given, known in (("--family", family, repainting), ("--algorithm", algorithm, algorithms)):
-        if given not in known and given in (FAMILIES if option == "--family" else ALGORITHMS):
+    for option, given, known in (("--family", family, families), ("--algorithm", algorithm, algorithms)):
+        if given not in known and option == "--algorithm" and given in ALGORITHMS:
             raise ConfigError(
                 f"{option}: given {given!r}, for which init writes no run file; it writes {', '.join(known)}"
             )
         if given not in known:
             raise ConfigError(f"{option}: given {given!r}; {nearest(given, known)}")
     found = _without_descriptions(discover(folder), folder)
-    _require_masks(found, folder, family)
+    _require_images(found, folder, family)
     manifest = out.with_name(f"{out.stem}_data.json")
     for file in (out, *([manifest] if found.path is None else [])):
         if file.exists():
@@ -180,9 +180,16 @@ def _require_fitting(run: _Run, out: Path) -> None:
         )
 
 
-def _require_masks(found: Found, folder: Path, family: str) -> None:
+def _require_images(found: Found, folder: Path, family: str) -> None:
+    needs = FAMILIES[family].spec.needs
+    if "source" in needs and all(item.source_path is None for item in found.items):
+        others = [name for name, section in FAMILIES.available().items() if not section.spec.needs]
+        raise ConfigError(
+            f"--family: given {family!r}, which needs images, but {folder} has prompts alone; set --family to one of "
+            f"{', '.join(others)}"
+        )
     without = sum(item.mask_path is None for item in found.items)
-    if without and "mask" in FAMILIES[family].spec.needs:
+    if without and "mask" in needs:
         raise ConfigError(
             f"--family: given {family!r}, which repaints inside a mask, but {without} of {len(found.items)} images of "
             f"{folder} have none; add photo_mask.png beside photo.png (white where to repaint), or set "
@@ -214,7 +221,8 @@ def _run_file(run: _Run, out: Path) -> str:
     family, tiny = run.family, run.tiny
     released = FAMILIES[family].model_fields["path"].default
     path = f"${{MODEL_PATH:-{released}}}" if run.model is None else run.model
-    (size, fit), weights = run.shape, "full weights" if tiny else "LoRA"
+    (size, chosen), weights = run.shape, "full weights" if tiny else "LoRA"
+    fit = f"  fit: {chosen}    # crop cuts a window around the mask, stretch ignores the aspect ratio"
     held_out = "" if run.held_out is None else json.dumps(_from_run_file(run.held_out, out))
     length = _TINY_LENGTH.get(family) if tiny else None
     short_prompts = [] if length is None else [f"  max_sequence_length: {length}    # of the tiny base"]
@@ -237,7 +245,7 @@ def _run_file(run: _Run, out: Path) -> str:
             f"  format: {run.found.format}",
             f"  path: {json.dumps(_from_run_file(run.data, out))}    # THIS_DIR is the folder of this file",
             f"  resolution: {size}    # side, or [height, width], in pixels",
-            f"  fit: {fit}    # crop cuts a window around the mask, stretch ignores the aspect ratio",
+            *([fit] if run.found.format != "prompts" else []),
             *_rollout(run),
             "rewards:",
             *_rewards(run),
@@ -255,7 +263,7 @@ def _run_file(run: _Run, out: Path) -> str:
             f"  num_examples: {min(len(run.found.items), 16)}",
             "  data: null    # the training examples; `retouch data split` holds some out"
             if run.held_out is None
-            else f"  data: {{format: manifest, path: {held_out}, resolution: {size}, fit: {fit}}}",
+            else f"  data: {{format: manifest, path: {held_out}, resolution: {size}, fit: {chosen}}}",
             "",
         ]
     )
@@ -349,7 +357,7 @@ def _rewards(run: _Run) -> list[str]:
         return [f"  ocr: {{url: {server}{one_line}}}    # similarity of the text that OCR reads; {where}"]
     masks = all(item.mask_path is not None for item in run.found.items)
     seam = ["  seam: {weight: 0.3}    # no visible edge around the mask"] if masks else []
-    if run.tiny:
+    if run.tiny and run.found.items[0].source_path is not None:
         return ["  preservation: {}    # needs no download; a real base takes clip", *seam]
     return [
         "  # How well the image fits its prompt; hpsv2 and vlm are stronger. `url: auto` starts a server for the run,",
