@@ -68,7 +68,7 @@ class Example:
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """(height, width) of the image that is generated; None: neither a source nor a size tells it."""
+        """(height, width) of the image that is generated; None without a source and a size."""
         return self.size if self.source is None else (self.source.height, self.source.width)
 
 

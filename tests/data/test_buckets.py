@@ -92,7 +92,7 @@ def test_the_shapes_of_half_a_megapixel_are_these() -> None:
         ({"pixel": 3}, "pixel: unknown key; did you mean 'pixels'?"),
         ({"pixels": 100}, "pixels: given 100, less than one square of multiple 16; set pixels to at least 256"),
         ({"max_aspect": 0.5}, "max_aspect: given 0.5; input should be greater than or equal to 1"),
-        ("wide", "given 'wide'; write the side of a square in pixels, like 512, [height, width]"),
+        ("wide", "given 'wide'; write the side of a square in pixels, like 512, or [height, width]"),
     ],
 )
 def test_a_wrong_resolution_is_refused_with_its_key(given_value: object, message: str) -> None:

@@ -241,8 +241,7 @@ class DataSection(Section):
             return handler(value)
         except ValidationError:  # two lines, one for each kind of size
             raise ValueError(
-                f"given {value!r}; write the side of a square in pixels, like 512, [height, width], like [512, 768], "
-                "or {pixels: 262144} for images in their own shape"
+                f"given {value!r}; write the side of a square in pixels, like 512, or [height, width], like [512, 768]"
             ) from None
 
     @property

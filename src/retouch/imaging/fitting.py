@@ -53,7 +53,7 @@ def stack_above(strip: Image.Image | None, image: Image.Image) -> Image.Image:
 
 MOST_SQUEEZED = 1.15
 """Largest ratio by which one side is scaled more than the other to show all of a mask, where shapes of images differ
-from the images themselves by their rounding: letters of that ratio look alike."""
+from the images themselves by their rounding: letters keep their form within it."""
 
 
 def fit_size(

@@ -112,7 +112,7 @@ def image_size(path: Path | PackedImage) -> tuple[int, int]:
         ImageProblem: as `opened`.
     """
     with opened(path) as image:
-        if image.format == "TIFF":  # Pillow turns some of them when they are decoded, and tells so by no tag
+        if image.format == "TIFF":  # Pillow turns some of them when they are decoded
             return as_shown(image).size
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
         return image.size[::-1] if turned else image.size
