@@ -3,7 +3,6 @@ raises a ConfigError that names the section."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,8 +16,6 @@ from retouch.errors import ConfigError
 
 if TYPE_CHECKING:
     from retouch.config import Derived, RunConfig
-
-logger = logging.getLogger(__name__)
 
 
 def require_targets(config: RunConfig, data: Dataset) -> None:
@@ -85,15 +82,15 @@ def require_held_out(config: RunConfig, held_out: Dataset | None, *training: Dat
     return not seen
 
 
-def require_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:
-    """Refuse fewer examples than an epoch takes different ones."""
+def require_groups(config: RunConfig, derived: Derived, data: Dataset) -> str | None:
+    """Refuse fewer examples than an epoch takes different ones -> a warning of those that no epoch takes, or None."""
     if derived.global_groups_per_epoch > len(data):
         raise ConfigError(
             f"rollout: an epoch takes {derived.global_groups_per_epoch} different examples (global_groups_per_batch x "
             f"batches_per_epoch), but data has {len(data)}; set rollout.global_groups_per_batch={len(data)} "
             "rollout.batches_per_epoch=1, or add data"
         )
-    require_groups_of_one_shape(derived.global_groups_per_epoch, data)
+    left_out = require_groups_of_one_shape(derived.global_groups_per_epoch, data)
     easy = easiest(data.difficulties, 1, data.stages)
     first = max(Counter(data.shapes[position] for position in easy).values())
     if derived.global_groups_per_epoch > first:
@@ -102,11 +99,12 @@ def require_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:
             f"takes {derived.global_groups_per_epoch} different ones; set fewer stages, or lower "
             "rollout.global_groups_per_batch x batches_per_epoch"
         )
+    return left_out
 
 
-def require_groups_of_one_shape(groups: int, data: Dataset) -> None:
-    """Refuse shapes with fewer examples than an epoch takes, which would never be trained on; up to `max_bad_items`
-    examples are left out with a warning.
+def require_groups_of_one_shape(groups: int, data: Dataset) -> str | None:
+    """Refuse shapes with fewer examples than an epoch takes, which would never be trained on -> a warning of up to
+    `max_bad_items` of them, or None.
 
     Args:
         groups: of an epoch, all of one shape.
@@ -115,7 +113,7 @@ def require_groups_of_one_shape(groups: int, data: Dataset) -> None:
     small = {shape: count for shape, count in sorted(counts.items()) if count < groups}
     lost, least = sum(small.values()), min(counts.values())
     if not small or len(counts) == 1:
-        return
+        return None
     told = ", ".join(f"{height} x {width}: {count}" for (height, width), count in small.items())
     problem = (
         f"data.resolution: {lost} of {len(data)} examples are never trained on, because an epoch takes {groups} of one "
@@ -127,7 +125,7 @@ def require_groups_of_one_shape(groups: int, data: Dataset) -> None:
             f"{problem}; set rollout.global_groups_per_batch={least} rollout.batches_per_epoch=1, or a larger "
             f"data.resolution.multiple, which makes fewer shapes{without}"
         )
-    logger.warning("%s", problem)
+    return problem
 
 
 def require_more_images(run: RunConfig, name: str, items: Sequence[ItemFiles]) -> None:
