@@ -36,6 +36,7 @@ from retouch.rewards.judge import JudgeConfig
 from retouch.rewards.scorers.judged import JudgeEntry
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+UNIONS = (typing.Union, types.UnionType)
 OVERVIEW = "configuration.md"
 
 GROUPS = {
@@ -193,8 +194,10 @@ class _Reference:
         takes, default = "" if kinds else _type(info), _default(info)
         if kinds:
             self.where.setdefault(kinds, (page, _dotted(key, name, info)))
-            takes = self._link(page, kinds, "sections by name" if _is_table(info) else "section")
-            if default not in ("required", "null"):
+            plain = _plain(info)
+            link = self._link(page, kinds, "sections by name" if _is_table(info) else "section")
+            takes = ", or ".join([*map(_words, plain), link])
+            if default not in ("required", "null") and not plain:
                 tag = _tag(kinds) if len(kinds) > 1 else None
                 chosen = f"`{tag}: {getattr(info.default, tag)}`" if tag and not _is_table(info) else "its defaults"
                 default = "none" if _is_table(info) else chosen
@@ -259,6 +262,12 @@ def _kinds(info: FieldInfo) -> Kinds:
     return tuple(kind for kind in models_of(_entry(info)) if kind.__module__.partition(".")[0] in OWN)
 
 
+def _plain(info: FieldInfo) -> list[Any]:
+    """The types of a key in place of a section."""
+    parts = typing.get_args(info.annotation) if typing.get_origin(info.annotation) in UNIONS else ()
+    return [part for part in parts if part is not types.NoneType and not models_of(part)]
+
+
 def _table(rows: Sequence[str]) -> str:
     return "| key | takes | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
 
@@ -307,7 +316,7 @@ def _words(annotation: Any, metadata: list[Any] | None = None) -> str:
         return _words(arguments[0], list(annotation.__metadata__))
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in arguments)
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         return ", or ".join(_words(argument) for argument in arguments)
     if origin is tuple:
         return f"[{', '.join(_words(argument) for argument in arguments)}]"

@@ -34,7 +34,7 @@ Prediction = Literal["flow", "epsilon"]
 
 @dataclass(frozen=True)
 class Example:
-    """One training or test item; all images have the size of the run.
+    """One training or test item; all its images have one size: that of the run, or one of its shapes.
 
     Attributes:
         id: stable integer within the data set; the key of groups, seeds and reports.
@@ -65,6 +65,11 @@ class Example:
     strip: Image | None = None
     embedding_path: Path | None = None
     more_images: tuple[Image, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """(height, width) of the image that is generated; None without a source and a size."""
+        return self.size if self.source is None else (self.source.height, self.source.width)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,13 +29,15 @@ class Leaf:
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[Leaf]:
-    """Options that hold a value, through sections, unions, optionals and tables."""
+    """Options that hold a value, some of them in place of a section, through sections, unions, optionals and tables."""
     for name, info in model.model_fields.items():
         key, annotation = f"{prefix}{name}", field_annotation(model, name)
         if typing.get_origin(annotation) is dict:
             key, annotation = f"{key}.*", typing.get_args(annotation)[1]
         sections = models_of(annotation)
-        if not sections:
+        values = [part for part in typing.get_args(annotation) if part is not type(None) and not models_of(part)]
+        in_place_of_one = typing.get_origin(annotation) in (typing.Union, types.UnionType) and values
+        if not sections or in_place_of_one:
             yield Leaf(key, model, name, info)
         for section in sections:
             yield from leaves(section, f"{key}.")

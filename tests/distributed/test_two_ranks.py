@@ -20,6 +20,7 @@ from retouch.engine.checkpoint import read_state
 from retouch.observe.run_dir import read_metrics
 from tests import forked
 from tests.command_line import retouch
+from tests.shapes import write_shapes
 from tests.tiny_models import shallow_flux, tiny_model
 
 pytestmark = pytest.mark.usefixtures("shallow")
@@ -184,6 +185,17 @@ def test_a_file_is_the_same_run_on_two_processes(run_yaml: Path, groups_left_out
     ranks_agree_with(one, two, "step-000004", pictures=False)
     rows = [r["rows"] for r in read_metrics(two / "metrics.jsonl") if r["kind"] == "train" and r["phase"] == "rl"]
     assert rows == ([2.0, 2.0, 4.0, 4.0] if groups_left_out else [3.0, 3.0, 3.0])
+
+
+@pytest.mark.full
+def test_images_in_their_own_shape_are_the_same_run_on_two_processes(run_yaml: Path) -> None:
+    """Each step, of the warm-up and of RL, has one shape on both ranks; they share the forwards of each shape of an
+    evaluation."""
+    manifest = write_shapes(run_yaml.parent / "mixed", 3)
+    data = f"data={{format: manifest, path: {manifest}, resolution: {{pixels: 2048, max_aspect: 8}}}}"
+    own = (data, "warmup_data=null", "evaluation.data=null", "evaluation.num_examples=5", "algorithm.sft_steps=2")
+    shape = (*GLOBAL, *own, "training.max_steps=8")
+    ranks_agree_with(in_child(run_yaml, "one", [], *shape), on_two(run_yaml, *shape), "step-000008", pictures=False)
 
 
 @pytest.mark.full

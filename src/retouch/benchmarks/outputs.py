@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from retouch.benchmarks.base import Benchmark
 from retouch.data.base import ItemFiles
+from retouch.data.buckets import batches_of_one_shape
 from retouch.data.identity import item_key
 from retouch.errors import ConfigError, DataError
 
@@ -99,11 +100,15 @@ def _inside(file: str, item: ItemFiles) -> str:
     return file
 
 
-def own(outputs: Sequence[Output], shard: Shard, chunk: int) -> list[list[Output]]:
+def own(outputs: Sequence[Output], shard: Shard, chunk: int, shapes: Sequence[Hashable] = ()) -> list[list[Output]]:
     """The chunks of outputs of a shard. The chunks of all shards are those of one process: an image does not depend on
-    the number of shards."""
-    chunks = [list(outputs[start : start + chunk]) for start in range(0, len(outputs), chunk)]
-    return chunks[shard.index :: shard.count]
+    the number of shards.
+
+    Args:
+        shapes: of every output, of which a chunk has one; none: all have one.
+    """
+    chunks = batches_of_one_shape(shapes or [None] * len(outputs), chunk)
+    return [[outputs[place] for place in rows] for rows in chunks[shard.index :: shard.count]]
 
 
 def find_file(folder: Path, file: str) -> Path | None:

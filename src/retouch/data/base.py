@@ -20,7 +20,9 @@ from pydantic import (
 )
 
 from retouch.config.base import Count, Section
+from retouch.config.errors import explain
 from retouch.config.reads import ReadBy, ReadIf, ReadIn
+from retouch.data.buckets import Buckets, Shape
 from retouch.data.remote import pinned
 from retouch.errors import DataError, shown
 from retouch.files.hub import is_hub_id
@@ -163,8 +165,9 @@ class DataSection(Section):
     path: str
     """A folder, or a manifest file; required. Data at a commit: hf://datasets/OWNER/NAME@COMMIT/FILE of the hub, or
     github://OWNER/NAME@COMMIT/FILE, is downloaded once; COMMIT has 40 hexadecimal digits."""
-    resolution: Side | tuple[Side, Side] = 512
-    """Side of a square in pixels, or [height, width]; multiples of the family's size multiple (16 for FLUX)."""
+    resolution: Side | tuple[Side, Side] | Buckets = 512
+    """Side of a square in pixels, or [height, width]; multiples of the family's size multiple (16 for FLUX). A section
+    {pixels, multiple, max_aspect} gives each image a shape near its own."""
     max_bad_items: Annotated[int, Field(ge=0)] = 10
     """Maximum number of broken items, which are skipped with a warning; more are an error."""
     limit: Count | None = None
@@ -204,6 +207,13 @@ class DataSection(Section):
                 f"{key}.format: given {self.format!r}, which has {has}, but the run needs {', '.join(sorted(needs))} "
                 f"in every example; set format=manifest, or model.family={family} with full weights or LoRA"
             )
+        if isinstance(self.resolution, Buckets):
+            if not self.has_images:
+                raise ValueError(
+                    f"{key}.resolution: given shapes for images, but format {self.format!r} has none; set the side of "
+                    f"a square, like {min(self.resolution.shapes[0])}, or [height, width]"
+                )
+            return
         multiple = run.model.size_multiple
         if any(side % multiple for side in self.size):
             nearest = [max(multiple, round(side / multiple) * multiple) for side in self.size]
@@ -222,6 +232,11 @@ class DataSection(Section):
     @field_validator("resolution", mode="wrap")
     @classmethod
     def _is_a_size(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        if isinstance(value, Mapping):
+            try:
+                return Buckets.model_validate(value)
+            except ValidationError as error:
+                raise ValueError(explain(error, Buckets)[0]) from None
         try:
             return handler(value)
         except ValidationError:  # two lines, one for each kind of size
@@ -230,9 +245,22 @@ class DataSection(Section):
             ) from None
 
     @property
-    def size(self) -> tuple[int, int]:
-        """(height, width) in pixels."""
+    def size(self) -> Shape:
+        """(height, width) in pixels; of several shapes the largest."""
+        if isinstance(self.resolution, Buckets):
+            return self.resolution.largest
         return (self.resolution, self.resolution) if isinstance(self.resolution, int) else self.resolution
+
+    @property
+    def sizes(self) -> tuple[Shape, ...]:
+        """Every (height, width) that an example may have."""
+        return self.resolution.shapes if isinstance(self.resolution, Buckets) else (self.size,)
+
+    def size_for(self, image: tuple[int, int] | None) -> Shape:
+        """(height, width) of the example of an image of this (width, height), or of one without images."""
+        if isinstance(self.resolution, Buckets):
+            return self.resolution.nearest(*image or (1, 1))
+        return self.size
 
     @property
     def image_options(self) -> ImageOptions:

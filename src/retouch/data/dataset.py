@@ -1,4 +1,4 @@
-"""A data set: a list of items by file name, turned into `Example`s of one size on access.
+"""A data set: a list of items by file name, turned into `Example`s of one size, or of one of several, on access.
 
 A format (`retouch.data.formats`) only lists items; opening, checking, resizing and roles are here, for all formats.
 """
@@ -12,21 +12,22 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import overload
 
 from PIL import Image
 
 from retouch.data.base import DataError, DataSection, ImageOptions, ItemDoubt, ItemError, ItemFiles
-from retouch.data.checking import Alone, find_problems, memory_of
+from retouch.data.buckets import Buckets, Shape
+from retouch.data.checking import Alone, find_problems, in_threads, memory_of
 from retouch.data.identity import files_of
 from retouch.errors import ImageProblem
 from retouch.files.disk import is_file
 from retouch.imaging.fitting import MaskCrop, fit_size, into_strip, resize
 from retouch.imaging.lines import Point, TextLine, parse_lines, placed, share_inside
 from retouch.imaging.masks import Box, halves, mask_box, mask_reading, read_mask
-from retouch.imaging.reading import PackedImage, open_image, to_rgb
+from retouch.imaging.reading import PackedImage, image_size, open_image, to_rgb
 from retouch.types import Example, Processes
 
 logger = logging.getLogger(__name__)
@@ -40,10 +41,13 @@ CheckPrompts = Callable[[DataSection, Sequence[ItemFiles]], tuple[Sequence[str],
 _COMPARED = {"target": "target", "win": "preferred image", "lose": "rejected image"}
 """Images that have the size of the source -> their names in messages."""
 
+_SHAPING = ("source", *_COMPARED)
+"""The first of these that an item has decides the shape of its example."""
+
 
 @dataclass(frozen=True)
 class Reading:
-    """How an item was brought to the size of its data set.
+    """How an item was brought to the size of its example.
 
     Attributes:
         mask_channel: channel of the mask file; None without a mask.
@@ -66,7 +70,7 @@ class Reading:
 
 
 class Dataset(Sequence[Example]):
-    """Examples of one size, opened on access. Broken items were dropped by `load_dataset`, which found the doubts."""
+    """Examples, opened on access. Broken items were dropped by `load_dataset`, which found the doubts."""
 
     def __init__(self, config: DataSection, items: Sequence[ItemFiles], doubts: Sequence[ItemDoubt] = ()) -> None:
         self.config = config
@@ -102,6 +106,47 @@ class Dataset(Sequence[Example]):
     def stages(self) -> int:
         """Stages of the curriculum; 1: there is no curriculum."""
         return self.config.stages
+
+    @cached_property
+    def shapes(self) -> list[Shape]:
+        """(height, width) of every example, by position."""
+        return shapes_of(self.items, self.config)
+
+
+def shapes_of(items: Sequence[ItemFiles], config: DataSection, processes: Processes | None = None) -> list[Shape]:
+    """(height, width) of the example of every item, the same on all processes, which read a share of the files each.
+
+    Raises:
+        DataError: a file that is not there any more, on every process.
+    """
+    if not isinstance(config.resolution, Buckets):
+        return [config.size] * len(items)
+    processes = processes or Alone()
+
+    def found(position: int) -> tuple[int, Shape | str]:
+        try:
+            return position, shape_of(items[position], config)
+        except ImageProblem as problem:
+            return position, str(problem)
+
+    own = range(processes.rank, len(items), processes.world_size)
+    shapes: list[Shape] = []
+    for _, shape in sorted(processes.gather_list(list(in_threads(found, own)))):
+        if isinstance(shape, str):
+            raise DataError(shape)
+        shapes.append(shape)
+    return shapes
+
+
+def shape_of(item: ItemFiles, config: DataSection) -> Shape:
+    """(height, width) of the example of an item.
+
+    Raises:
+        ImageProblem: a file that cannot be opened.
+    """
+    paths = (getattr(item, f"{role}_path") for role in _SHAPING) if config.has_images else ()
+    first = next(filter(None, paths), None)
+    return config.size_for(image_size(first) if first is not None and isinstance(config.resolution, Buckets) else None)
 
 
 def listed_in(config: DataSection, purpose: str) -> list[ItemFiles | ItemError]:
@@ -171,7 +216,13 @@ def load_dataset(
         raise DataError(f"{purpose}: item id {twice[0]} appears more than once in {config.path}; ids must differ")
     if doubts and processes.rank == 0:
         logger.warning("%s: %s", purpose, doubts_of(doubts, len(good), purpose))
-    return Dataset(config, good, doubts)
+    data = Dataset(config, good, doubts)
+    data.shapes = shapes_of(good, config, processes)
+    if isinstance(config.resolution, Buckets) and processes.rank == 0:
+        counts = Counter(data.shapes).most_common()
+        told = ", ".join(f"{height} x {width}: {count}" for (height, width), count in counts)
+        logger.info("%s: examples by shape (height x width): %s", purpose, told)
+    return data
 
 
 def _reasoned(
@@ -283,7 +334,7 @@ def _missing(item: ItemFiles, config: DataSection, needs: Collection[str]) -> It
 
 
 def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None) -> tuple[Example, Reading]:
-    """The example at the size of the data set, and how it was read.
+    """The example at its size in the data set, and how it was read.
 
     Args:
         crop: show a box around the mask if it chooses one, instead of the part that `data.fit` shows.
@@ -291,7 +342,6 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
     Raises:
         ImageProblem: a file that is missing, unreadable or of the wrong size.
     """
-    height, width = config.size
     if item.embedding_path and not is_file(item.embedding_path):
         raise ImageProblem(f"{item.embedding_path}: no such file of embeddings")
     images, options = dict[str, Image.Image](), config.image_options
@@ -306,7 +356,8 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
         mask, channel, doubt = read.mask, read.channel, read.doubt
         if "source" in images:
             _require_same_size(mask, images["source"], str(item.mask_path), "mask", "source")
-    first = next((role for role in ("source", *_COMPARED) if role in images), None)
+    first = next((role for role in _SHAPING if role in images), None)
+    height, width = shape = config.size_for(images[first].size if first else None)
     for role in _COMPARED if first else ():
         if first and role in images:
             name = str(getattr(item, f"{role}_path"))
@@ -316,7 +367,7 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
     reference = images.pop("reference", None)
     if first:
         try:
-            images, mask, reading = _fitted(images, mask, images[first].size, config, crop, item, reading)
+            images, mask, reading = _fitted(images, mask, shape, config, crop, item, reading)
         except ImageProblem as error:  # an inverted mask fits nowhere
             raise ImageProblem(f"{error}; {doubt}" if doubt else str(error)) from None
     lines = _lines_shown(item, reading, (width, height)) if "lines" in item.metadata else ()
@@ -329,17 +380,17 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
         mask=mask,
         reference=reference,
         metadata={**item.metadata, "lines": [line.json() for line in lines]} if lines else item.metadata,
-        size=config.size,
+        size=shape,
         strip=strip,
         embedding_path=item.embedding_path,
-        more_images=tuple(_more_image(path, config) for path in item.more_paths) if config.has_images else (),
+        more_images=tuple(_more_image(path, config, shape) for path in item.more_paths) if config.has_images else (),
         **images,
     ), reading
 
 
-def _more_image(path: Path | PackedImage, config: DataSection) -> Image.Image:
-    """A further source image at the size of the data set, fitted by `data.fit`."""
-    image, (height, width) = to_rgb(open_image(path)), config.size
+def _more_image(path: Path | PackedImage, config: DataSection, shape: Shape) -> Image.Image:
+    """A further source image at the size of the example, fitted by `data.fit`."""
+    image, (height, width) = to_rgb(open_image(path)), shape
     return resize(image, *fit_size(image.size, (width, height), config.image_options.fit, None))
 
 
@@ -375,17 +426,19 @@ def _set_roles(
 def _fitted(
     images: dict[str, Image.Image],
     mask: Image.Image | None,
-    size: tuple[int, int],
+    shape: Shape,
     config: DataSection,
     crop: MaskCrop | None,
     item: ItemFiles,
     reading: Reading,
 ) -> tuple[dict[str, Image.Image], Image.Image | None, Reading]:
-    """Images and mask of `size` (width, height) at the size of the data set, and how they were read."""
-    height, width = config.size
+    """Images and mask of one size at the size of the example, and how they were read."""
+    size = next(iter(images.values())).size
+    height, width = shape
+    own_shape = isinstance(config.resolution, Buckets)
     box = mask_box(mask) if mask is not None else None
     keep = _lines_box(item, size) if box is None else box
-    scaled, window = fit_size(size, (width, height), config.image_options.fit, keep)
+    scaled, window = fit_size(size, (width, height), config.image_options.fit, keep, squeezes=own_shape)
     scale, offset = (scaled[0] / size[0], scaled[1] / size[1]), (float(window[0]), float(window[1]))
     area = _unscaled(window, scaled, size)
     uncropped = 0 if mask is None else round(mask_area(mask) * scaled[0] * scaled[1] / (mask.width * mask.height))
@@ -411,7 +464,7 @@ def _fitted(
     elif kept < KEPT_SHARE * whole:
         problem = (
             f"cropping to {width} x {height} cuts off {1 - kept / whole:.0%} of the masked area; set data.fit=stretch "
-            "or another data.resolution"
+            f"or {'a larger data.resolution.max_aspect' if own_shape else 'another data.resolution'}"
         )
     elif kept == width * height:
         problem = f"the mask covers all of the {width} x {height} crop; set data.fit=stretch"

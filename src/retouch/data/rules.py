@@ -3,6 +3,7 @@ raises a ConfigError that names the section."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from retouch.algorithms.base import RlConfig
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import Dataset
 from retouch.data.identity import trained_on
+from retouch.data.sampler import easiest
 from retouch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,21 +82,50 @@ def require_held_out(config: RunConfig, held_out: Dataset | None, *training: Dat
     return not seen
 
 
-def require_groups(config: RunConfig, derived: Derived, data: Dataset) -> None:
-    """Refuse fewer examples than an epoch takes different ones."""
+def require_groups(config: RunConfig, derived: Derived, data: Dataset) -> str | None:
+    """Refuse fewer examples than an epoch takes different ones -> a warning of those that no epoch takes, or None."""
     if derived.global_groups_per_epoch > len(data):
         raise ConfigError(
             f"rollout: an epoch takes {derived.global_groups_per_epoch} different examples (global_groups_per_batch x "
             f"batches_per_epoch), but data has {len(data)}; set rollout.global_groups_per_batch={len(data)} "
             "rollout.batches_per_epoch=1, or add data"
         )
-    first = -(-len(data) // data.stages)
+    left_out = require_groups_of_one_shape(derived.global_groups_per_epoch, data)
+    easy = easiest(data.difficulties, 1, data.stages)
+    first = max(Counter(data.shapes[position] for position in easy).values())
     if derived.global_groups_per_epoch > first:
         raise ConfigError(
-            f"data.curriculum: given {data.stages}, whose first stage has {first} examples, but an epoch takes "
-            f"{derived.global_groups_per_epoch} different ones; set fewer stages, or lower "
+            f"data.curriculum: given {data.stages}, whose first stage has {first} examples of one size, but an epoch "
+            f"takes {derived.global_groups_per_epoch} different ones; set fewer stages, or lower "
             "rollout.global_groups_per_batch x batches_per_epoch"
         )
+    return left_out
+
+
+def require_groups_of_one_shape(groups: int, data: Dataset) -> str | None:
+    """Refuse shapes with fewer examples than an epoch takes, which would never be trained on -> a warning of up to
+    `max_bad_items` of them, or None.
+
+    Args:
+        groups: of an epoch, all of one shape.
+    """
+    counts = Counter(data.shapes)
+    small = {shape: count for shape, count in sorted(counts.items()) if count < groups}
+    lost, least = sum(small.values()), min(counts.values())
+    if not small or len(counts) == 1:
+        return None
+    told = ", ".join(f"{height} x {width}: {count}" for (height, width), count in small.items())
+    problem = (
+        f"data.resolution: {lost} of {len(data)} examples are never trained on, because an epoch takes {groups} of one "
+        f"shape (rollout.global_groups_per_batch x batches_per_epoch) and theirs have fewer ({told})"
+    )
+    if lost > data.config.max_bad_items or lost == len(data):
+        without = "" if lost == len(data) else f", or data.max_bad_items={lost} to train without them"
+        raise ConfigError(
+            f"{problem}; set rollout.global_groups_per_batch={least} rollout.batches_per_epoch=1, or a larger "
+            f"data.resolution.multiple, which makes fewer shapes{without}"
+        )
+    return problem
 
 
 def require_more_images(run: RunConfig, name: str, items: Sequence[ItemFiles]) -> None:

@@ -4,12 +4,18 @@ Without state, a resumed run, another number of processes or another batch size 
 supervised steps if a step has as many samples. An epoch takes G different examples, K rollouts each: G · K *slots* in a
 fixed order. Ranks take consecutive slices of them; the last slots are padded, with weight 0, if they do not divide.
 A reward that compares samples of a group needs slices of whole groups.
+
+Where examples have several shapes, an epoch and a supervised step have one each, on all ranks: in the order of a pass,
+the examples of each shape gather until there are as many as it takes, and these are the next epoch or step. With one
+shape they are consecutive pieces of the pass.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
@@ -45,7 +51,7 @@ def own_share(items: Sequence[T], rank: int, world_size: int) -> tuple[list[T], 
     return own, each - len(own)
 
 
-@lru_cache(maxsize=4)  # consecutive steps of a pass share its order
+@lru_cache(maxsize=16)  # consecutive steps share the order of a pass; a step of a rare shape takes several passes
 def shuffled(size: int, seed: int, number: int) -> tuple[int, ...]:
     """Positions 0 .. size - 1 in the order of pass `number`."""
     order = list(range(size))
@@ -53,28 +59,86 @@ def shuffled(size: int, seed: int, number: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def batch_examples(size: int, rows: int, seed: int, step: int) -> list[int]:
-    """The examples of supervised step `step`: consecutive pieces of an endless stream, shuffled anew in each pass."""
-    positions = range(step * rows, (step + 1) * rows)
-    passes = {number: shuffled(size, seed, number) for number in {p // size for p in positions}}
-    return [passes[p // size][p % size] for p in positions]
+def batch_examples(size: int, rows: int, seed: int, step: int, shapes: Sequence[Hashable] = ()) -> list[int]:
+    """The examples of supervised step `step`: consecutive pieces of an endless stream, shuffled anew in each pass. Each
+    shape has a stream of its own, and the step is the one whose piece is complete next in all of them together.
+
+    Args:
+        shapes: of every example; none: all have one.
+    """
+    counts = Counter(shapes or [None] * size)
+    shape, piece = _next_piece(size, rows, seed, step, shapes, counts)
+    places = range(piece * rows, (piece + 1) * rows)
+    of_pass = {number: shuffled(size, seed, number) for number in {p // counts[shape] for p in places}}
+    if len(counts) > 1:
+        of_pass = {number: [i for i in order if shapes[i] == shape] for number, order in of_pass.items()}
+    return [of_pass[p // counts[shape]][p % counts[shape]] for p in places]
 
 
-def epoch_examples(size: int, groups: int, seed: int, epoch: int) -> list[int]:
-    """The G different examples of an epoch.
+def _next_piece(
+    size: int, rows: int, seed: int, step: int, shapes: Sequence[Hashable], counts: Mapping[Hashable, int]
+) -> tuple[Hashable, int]:
+    """The shape of a supervised step, and the number of the step's piece in the stream of that shape."""
+    if len(counts) == 1:
+        return next(iter(counts)), step
 
-    A pass over the data is size // G epochs of one shuffled order; the few examples left over sit that pass out.
+    def taken(passes: int) -> int:
+        """Steps whose last example is in the first so many passes."""
+        return sum(passes * count // rows for count in counts.values())
+
+    # each shape holds back less than a step
+    number = bisect_right(range((step + len(counts)) * rows // size + 2), step, key=taken) - 1
+    waiting = {shape: number * count % rows for shape, count in counts.items()}
+    complete = list(_complete(shuffled(size, seed, number), rows, shapes, waiting))[: step - taken(number) + 1]
+    shape = shapes[complete[-1]]
+    return shape, number * counts[shape] // rows + sum(shapes[i] == shape for i in complete) - 1
+
+
+def _complete(
+    order: Sequence[int], rows: int, shapes: Sequence[Hashable], waiting: Mapping[Hashable, int]
+) -> Iterator[int]:
+    """The examples of a pass with which a piece of `rows` examples of one shape is complete.
+
+    Args:
+        waiting: examples of each shape that earlier passes left.
+    """
+    waiting = Counter(waiting)
+    for example in order:
+        waiting[shapes[example]] += 1
+        if waiting[shapes[example]] == rows:
+            waiting[shapes[example]] = 0
+            yield example
+
+
+def epoch_examples(size: int, groups: int, seed: int, epoch: int, shapes: Sequence[Hashable] = ()) -> list[int]:
+    """The G different examples of an epoch, all of one shape.
+
+    A pass over the data is size // G epochs of one shuffled order; the few examples left over sit that pass out: up to
+    G - 1 of each shape.
+
+    Args:
+        shapes: of every example; none: all have one.
 
     Raises:
-        DataError: fewer examples than groups; an example twice in an epoch would be one group of 2 K.
+        DataError: fewer examples of every shape than groups; an example twice in an epoch would be one group of 2 K.
     """
-    if groups > size:
+    shapes = shapes or [None] * size
+    counts = Counter(shapes)
+    pieces = sum(count // groups for count in counts.values())
+    if not pieces:
+        most, of_one = max(counts.values()), " of one shape" if len(counts) > 1 else ""
         raise DataError(
-            f"an epoch takes {groups} groups, but the data set has {size} examples; lower "
-            f"rollout.global_groups_per_batch x rollout.batches_per_epoch to at most {size}, or add data"
+            f"an epoch takes {groups} groups, but the data set has {most} examples{of_one}; lower "
+            f"rollout.global_groups_per_batch x rollout.batches_per_epoch to at most {most}, or add data"
         )
-    number, part = divmod(epoch, size // groups)
-    return list(shuffled(size, seed, number)[part * groups : (part + 1) * groups])
+    number, part = divmod(epoch, pieces)
+    order = shuffled(size, seed, number)
+    if len(counts) == 1:
+        return list(order[part * groups : (part + 1) * groups])
+    complete = list(_complete(order, groups, shapes, {}))[: part + 1]
+    shape = shapes[complete[-1]]
+    end = sum(shapes[i] == shape for i in complete) * groups
+    return [i for i in order if shapes[i] == shape][end - groups : end]
 
 
 def easiest(difficulties: Sequence[float], stage: int, stages: int) -> list[int]:
@@ -89,7 +153,13 @@ def curriculum_pool(difficulties: Sequence[float], epoch: int, epochs: int, stag
 
 
 def curriculum_examples(
-    difficulties: Sequence[float], groups: int, seed: int, epoch: int, epochs: int, stages: int
+    difficulties: Sequence[float],
+    groups: int,
+    seed: int,
+    epoch: int,
+    epochs: int,
+    stages: int,
+    shapes: Sequence[Hashable] = (),
 ) -> list[int]:
     """The G different examples of an epoch under a curriculum; `epoch_examples` if it has one stage.
 
@@ -97,11 +167,11 @@ def curriculum_examples(
         DataError: fewer examples than groups in the stage.
     """
     if stages == 1:
-        return epoch_examples(len(difficulties), groups, seed, epoch)
+        return epoch_examples(len(difficulties), groups, seed, epoch, shapes)
     stage = _stage(epoch, epochs, stages)
     pool = curriculum_pool(difficulties, epoch, epochs, stages)
-    begun = _begin(stage, epochs, stages)
-    return [pool[i] for i in epoch_examples(len(pool), groups, derive_seed(seed, "stage", stage), epoch - begun)]
+    begun, own = _begin(stage, epochs, stages), [shapes[i] for i in pool] if shapes else ()
+    return [pool[i] for i in epoch_examples(len(pool), groups, derive_seed(seed, "stage", stage), epoch - begun, own)]
 
 
 def curriculum_order(difficulties: Sequence[float], count: int, seed: int, stages: int) -> list[int]:

@@ -84,7 +84,7 @@ class PromptCheck:
 
     def _images(self, section: DataSection, item: ItemFiles) -> tuple[int, ...]:
         """Tokens of each image that a text encoder reads with the prompt of an item."""
-        tokens = self.run.model.vision_tokens(section.size)
+        tokens = max(map(self.run.model.vision_tokens, section.sizes))
         return (tokens,) * (1 + len(item.more_paths)) if tokens and item.source_path is not None else ()
 
     def _cut(self, reader: PromptReader, section: DataSection, items: Sequence[ItemFiles]) -> dict[int, int]:

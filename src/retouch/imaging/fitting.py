@@ -51,11 +51,21 @@ def stack_above(strip: Image.Image | None, image: Image.Image) -> Image.Image:
     return page
 
 
-def fit_size(size: tuple[int, int], target: tuple[int, int], fit: Fit, keep: Box | None) -> tuple[tuple[int, int], Box]:
+MOST_SQUEEZED = 1.15
+"""Largest ratio by which one side is scaled more than the other to show all of a mask, where shapes of images differ
+from the images themselves by their rounding: letters keep their form within it."""
+
+
+def fit_size(
+    size: tuple[int, int], target: tuple[int, int], fit: Fit, keep: Box | None, *, squeezes: bool = False
+) -> tuple[tuple[int, int], Box]:
     """Scaled size of an image of `size` (width, height), and the box in it that is cropped to `target`.
 
     "stretch" scales both sides; "crop" scales to cover the target and crops a window centred on `keep` (the mask box),
     or on the middle, moved to lie inside the image.
+
+    Args:
+        squeezes: where the window would cut `keep`, scale its side by up to `MOST_SQUEEZED` less, until it does not.
     """
     width, height = size
     target_width, target_height = target
@@ -63,6 +73,10 @@ def fit_size(size: tuple[int, int], target: tuple[int, int], fit: Fit, keep: Box
         return target, (0, 0, target_width, target_height)
     scale = max(target_width / width, target_height / height)
     scaled = max(target_width, round(width * scale)), max(target_height, round(height * scale))
+    if squeezes and keep is not None:
+        needed = (keep[2] - keep[0], keep[3] - keep[1])
+        across, down = zip(scaled, size, target, needed, strict=True)
+        scaled = _squeezed(*across), _squeezed(*down)
     centre_x, centre_y = (
         (scaled[0] / 2, scaled[1] / 2)
         if keep is None
@@ -71,6 +85,12 @@ def fit_size(size: tuple[int, int], target: tuple[int, int], fit: Fit, keep: Box
     left = min(max(0, round(centre_x - target_width / 2)), scaled[0] - target_width)
     top = min(max(0, round(centre_y - target_height / 2)), scaled[1] - target_height)
     return scaled, (left, top, left + target_width, top + target_height)
+
+
+def _squeezed(scaled: int, side: int, target: int, kept: int) -> int:
+    """A scaled side of an image, or the largest at which the kept part of its `side` pixels fits into `target`."""
+    whole = max(target, target * side // kept)
+    return whole if whole < scaled <= MOST_SQUEEZED * whole else scaled
 
 
 MOST_ENLARGED = 8

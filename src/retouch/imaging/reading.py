@@ -105,6 +105,23 @@ def _stream(path: Path | PackedImage) -> BinaryIO:
     return io.BytesIO(path.read()) if isinstance(path, PackedImage) else path.open("rb")
 
 
+def image_size(path: Path | PackedImage) -> tuple[int, int]:
+    """(Width, height) of what `open_image` returns, from the head of the file.
+
+    Raises:
+        ImageProblem: as `opened`.
+    """
+    with opened(path) as image:
+        if image.format == "TIFF":  # Pillow turns some of them when they are decoded
+            return as_shown(image).size
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
+        return image.size[::-1] if turned else image.size
+
+
+_ON_ITS_SIDE = (5, 6, 7, 8)
+"""EXIF orientations of images whose width is shown as their height."""
+
+
 def open_image(path: Path | PackedImage) -> Image.Image:
     """Open and decode an image, `as_shown`.
 

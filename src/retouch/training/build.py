@@ -120,7 +120,8 @@ def build(config: RunConfig) -> Run:
     if isinstance(config.algorithm, AdvantageConfig):
         config.algorithm.advantage_function()  # refused before minutes go into the model
     require_targets(config, warmup)
-    require_groups(config, derived, data)
+    if (left_out := require_groups(config, derived, data)) and engine.is_main:
+        logger.warning("%s", left_out)
     apart = require_held_out(config, held_out, data, warmup)
     run_dir = RunDir(config, main=engine.is_main)
     require_can_begin(config, run_dir)

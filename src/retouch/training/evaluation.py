@@ -21,6 +21,7 @@ from PIL.Image import Image
 from torch import nn
 
 from retouch.config.training import has_rl
+from retouch.data.buckets import batches_of_one_shape, by_shape
 from retouch.data.formats import FACETS
 from retouch.data.sampler import derive_seed, own_share
 from retouch.files.disk import write_whole
@@ -128,6 +129,12 @@ class Scored:
         outcomes = {name: column + other.outcomes[name] for name, column in self.outcomes.items()}
         return Scored(self.images + other.images, outcomes)
 
+    def placed(self, places: Sequence[int]) -> Scored:
+        """In the order of the places that its images have in another list."""
+        order = sorted(range(len(places)), key=places.__getitem__)
+        outcomes = {name: [column[i] for i in order] for name, column in self.outcomes.items()}
+        return Scored([self.images[i] for i in order], outcomes)
+
 
 def evaluate(
     model: DiffusionModel,
@@ -160,7 +167,7 @@ def draw_and_score(
     clock: Stopwatch,
     padding: int = 0,
 ) -> Scored:
-    """Sample and score the images of some work.
+    """Sample and score the images of some work, those of one shape in a forward.
 
     Args:
         padding: number of last images that are sampled only to take as many forwards as other processes do.
@@ -171,17 +178,20 @@ def draw_and_score(
     plan_of: dict[tuple[int, int], Any] = {}
     raw: list[np.ndarray[Any, Any]] = []
     pending: list[Scores] = []
+    places: list[int] = []
     real = len(work) - padding
-    chunks = ((start, work[start : start + batch_size]) for start in range(0, len(work), batch_size))
-    batches = (((start, chunk), [example for example, _ in chunk]) for start, chunk in chunks)
-    for (start, chunk), condition in encoded_ahead(model, batches, guidance_scale, clock):
+    chunks = batches_of_one_shape([example.shape for example, _ in work], batch_size)
+    batches = ((chunk, [work[i][0] for i in chunk]) for chunk in chunks)
+    for rows, condition in encoded_ahead(model, batches, guidance_scale, clock):
+        chunk = [work[i] for i in rows]
         batch = [example for example, _ in chunk]
         size = condition.size
         plan = plan_of.setdefault(size, ode_plan(model.schedule(num_steps, size)))
         seeds = [derive_seed("eval", example.id, k) for example, k in chunk]
         with clock.part("rollout"):
             final = sample(model, network, plan, condition, seeds).final
-        kept = max(0, min(len(chunk), real - start))
+        kept = sum(row < real for row in rows)
+        places += rows[:kept]
         if not kept:
             continue
         with clock.part("vae"):
@@ -193,7 +203,20 @@ def draw_and_score(
             pending.append(rewards.submit(items, broken=broken_rows(decoded), training=False))
     with clock.part("reward_wait"):
         scores = settle(rewards, pending, rewards.client, training=False)
-    return Scored(raw, {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.evaluated})
+    outcomes = {name: [o for s in scores for o in s.outcomes[name]] for name in rewards.evaluated}
+    return Scored(raw, outcomes).placed(places)
+
+
+def shared_work(work: Work, rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Places in some work of a rank's images: its share of each shape, and those that give every rank as many forwards
+    of it."""
+    own: list[int] = []
+    padding: list[int] = []
+    for rows in by_shape([example.shape for example, _ in work]):
+        mine, missing = own_share(rows, rank, world_size)
+        own += mine
+        padding += rows[:1] * missing
+    return own, padding
 
 
 def measured(work: Work, scored: Scored) -> Evaluation:
@@ -336,7 +359,7 @@ def evaluated(run: Run) -> Evaluation | None:
     """
     c, engine = run.config.evaluation, run.engine
     work = work_of(run.eval_data[: c.num_examples], c.images_per_example)
-    own, padding = own_share(work, engine.rank, engine.world_size)
+    own, padding = shared_work(work, engine.rank, engine.world_size)
     scored: Scored | None = None
     stopped: RewardOutage | None = None
     with run.clock.part("eval"):
@@ -345,20 +368,21 @@ def evaluated(run: Run) -> Evaluation | None:
                 scored = draw_and_score(
                     run.model,
                     run.network,
-                    own + work[:1] * padding,
+                    [work[i] for i in (*own, *padding)],
                     c.num_steps or run.config.rollout.num_steps,
                     run.guidance_scale,
                     run.config.rollout.batch_size_per_device,
                     run.rewards,
                     Stopwatch(),  # all of it counts as "eval"
-                    padding,
+                    len(padding),
                 )
         except RewardOutage as error:
             stopped = error
         raise_together(stopped, engine.any)
         assert scored is not None
         parts = engine.gather_list([scored])
-        return measured(work, reduce(add, parts)) if engine.is_main else None
+        places = [place for rank in range(engine.world_size) for place in shared_work(work, rank, engine.world_size)[0]]
+        return measured(work, reduce(add, parts).placed(places)) if engine.is_main else None
 
 
 class Findings(NamedTuple):

@@ -183,22 +183,23 @@ def rewarded_samples(
 def first_examples_of_epoch(session: Session) -> list[int]:
     """Positions in the dataset of the examples that an epoch begins with."""
     run, epoch = session.run, session.progress.epoch
-    wanted, stages = run.derived.global_groups_per_epoch, run.data.stages
-    return curriculum_examples(run.data.difficulties, wanted, run.config.seed, epoch, run.derived.epochs, stages)
+    wanted, curriculum = run.derived.global_groups_per_epoch, (run.derived.epochs, run.data.stages)
+    return curriculum_examples(run.data.difficulties, wanted, run.config.seed, epoch, *curriculum, run.data.shapes)
 
 
 def further_examples(
     session: Session, algorithm: RlConfig, rewards: RewardRows, chosen: Sequence[int], round_number: int
 ) -> list[int]:
-    """As many other examples as there are groups without a signal (zero reward variance, or fewer than two rewards that
-    did not fail), or those that are left; the same on every process."""
+    """As many other examples, of the same shape, as there are groups without a signal (zero reward variance, or fewer
+    than two rewards that did not fail), or those that are left; the same on every process."""
     run, epoch = session.run, session.progress.epoch
     signal = comparable_rows(rewards.example_index, rewards.usable) & ~rewards.zero_variance_rows(algorithm.combine)
     missing = run.derived.global_groups_per_epoch - group_count(rewards.example_index[signal])
     if missing <= 0:
         return []
     pool = curriculum_pool(run.data.difficulties, epoch, run.derived.epochs, run.data.stages)
-    taken = set(range(len(run.data))).difference(pool).union(chosen)  # of a curriculum, also what is too hard yet
+    fitting = [i for i in pool if run.data.shapes[i] == run.data.shapes[chosen[0]]]
+    taken = set(range(len(run.data))).difference(fitting).union(chosen)  # of a curriculum, also what is too hard yet
     return other_examples(len(run.data), taken, missing, run.config.seed, epoch, round_number)
 
 

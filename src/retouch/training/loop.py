@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 import torch
 from torch import Tensor
 
+from retouch.data.dataset import Dataset
 from retouch.data.sampler import batch_examples, derive_seed
 from retouch.engine import CheckpointError
 from retouch.rollout.encoded import EncodedData
@@ -131,10 +132,8 @@ class Loop:
         global_rows = range(engine.rank * len(rows), (engine.rank + 1) * len(rows))
         while progress.step < until:
             rate = self._rl_learning_rate() if lr is None else learning_rate(optimizer, lr, progress.step, until)
-            positions = self._positions(len(data.data), progress.step, global_rows)
-            following = (
-                self._positions(len(data.data), progress.step + 1, global_rows) if progress.step + 1 < until else []
-            )
+            positions = self._positions(data.data, progress.step, global_rows)
+            following = self._positions(data.data, progress.step + 1, global_rows) if progress.step + 1 < until else []
             data.read_ahead([*positions, *following])
             self.run.costs.images += images * len(rows)
             step = Step(
@@ -197,10 +196,11 @@ class Loop:
         inner = getattr(self.config.algorithm, "inner_epochs", 1)
         return self.run.derived.optimizer_steps_per_epoch // inner if self.config.optimizer.global_batch_size else 1
 
-    def _positions(self, size: int, step: int, global_rows: range) -> list[int]:
-        """Positions, in data of `size` examples, of this process's rows of a step."""
+    def _positions(self, data: Dataset, step: int, global_rows: range) -> list[int]:
+        """Positions in `data` of this process's rows of a step."""
         count = len(global_rows) * self.run.engine.world_size
-        return batch_examples(size, count, self.config.seed, step)[global_rows.start : global_rows.stop]
+        of_all = batch_examples(len(data), count, self.config.seed, step, data.shapes)
+        return of_all[global_rows.start : global_rows.stop]
 
     def _rl_learning_rate(self) -> float:
         """Learning rate of the next step of the RL phase."""

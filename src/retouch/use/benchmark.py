@@ -206,7 +206,7 @@ def _items(benchmark: Benchmark, configs: Sequence[Any]) -> Dataset:
         from retouch.data.rules import require_one_batch
 
         multiple = config.model.size_multiple
-        if any(side % multiple for side in section.size):
+        if any(side % multiple for size in section.sizes for side in size):
             raise ConfigError(
                 f"resolution: given {list(section.size)}; {config.model.family} needs multiples of {multiple}; set "
                 "resolution in the benchmark file"

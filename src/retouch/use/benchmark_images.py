@@ -17,7 +17,8 @@ from retouch.benchmarks.base import Benchmark
 from retouch.benchmarks.outputs import Output, Shard, image_key, own
 from retouch.config import ConfigError, RunConfig
 from retouch.data.base import DataSection, ImageSection
-from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
+from retouch.data.buckets import Buckets
+from retouch.data.dataset import Dataset, Reading, all_embedded, read_item, shapes_of
 from retouch.data.identity import digest
 from retouch.data.sampler import derive_seed
 from retouch.files import plain_json
@@ -55,7 +56,10 @@ def with_settings(config: RunConfig, benchmark: Benchmark) -> RunConfig:
 def as_trained(section: DataSection, benchmark: Benchmark, config: RunConfig) -> DataSection:
     """The section of the benchmark with what the model was trained with: the strip of references and, where the
     benchmark sets none, the size."""
-    trained: dict[str, Any] = {} if benchmark.size else {"resolution": (config.evaluation.data or config.data).size}
+    model = config.evaluation.data or config.data
+    in_shapes = isinstance(model.resolution, Buckets) and section.has_images
+    resolution = model.resolution if in_shapes else model.size_for(None)
+    trained: dict[str, Any] = {} if benchmark.size else {"resolution": resolution}
     options = config.data.image_options
     if isinstance(section, ImageSection):
         trained |= {
@@ -67,6 +71,7 @@ def as_trained(section: DataSection, benchmark: Benchmark, config: RunConfig) ->
 
 def about_weights(config: RunConfig, folder: Path | None, benchmark: Benchmark, section: DataSection) -> dict[str, Any]:
     """Provenance of samples: the model, the weights with their hash, and how they are sampled."""
+    shapes = section.resolution
     return {
         "model": config.model.model_dump(mode="json", exclude={"train"}),
         "folder": None if folder is None else str(folder),
@@ -75,7 +80,7 @@ def about_weights(config: RunConfig, folder: Path | None, benchmark: Benchmark, 
         "sampling": {
             "num_steps": config.rollout.num_steps,
             "guidance_scale": config.rollout.guidance_scale,
-            "resolution": list(section.size),
+            "resolution": shapes.model_dump() if isinstance(shapes, Buckets) else list(section.size),
             "seed": benchmark.seed,
             "mixed_precision": config.training.mixed_precision,
         },
@@ -174,7 +179,8 @@ def sample_outputs(
         config: see `with_settings`.
         weights: by the name of their folder; None is the base, which comes first.
     """
-    chunks = own(outputs, shard, batch_size(config, benchmark))
+    shapes = shapes_of([output.item for output in outputs], section)
+    chunks = own(outputs, shard, batch_size(config, benchmark), shapes)
     missing = {
         name: [part for part in chunks if not all(_is_sampled(folder / name, output) for output in part)]
         for name in weights

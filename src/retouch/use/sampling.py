@@ -55,7 +55,8 @@ def sample_to_folder(
         data = Dataset(section, items)
         return sample_trained(trained.config, data, trained.newest, request.seed, request.count, request.steps, free)
     loaded = load(for_items(trained.config, items, section), embedded=all_embedded(items))
-    require_multiples(section.size, loaded.model.spec.size_multiple, loaded.model.spec.family)
+    for size in section.sizes:
+        require_multiples(size, loaded.model.spec.size_multiple, loaded.model.spec.family)
     loaded.load(trained.newest)
     return [
         write_new_png(image, partial(free, item.id))
@@ -100,7 +101,7 @@ def generated(
 def _read(config: RunConfig, item: ItemFiles, section: DataSection, request: SampleRequest) -> tuple[Example, Reading]:
     example, reading = read_item(item, section, mask_crop(config, request))
     if reading.cropped:
-        _report(item, reading, section.size)
+        _report(item, reading, example.shape or section.size)
     elif request.crop == "mask":
         logger.info("%s: no crop, because a box around the mask would be the whole image", item.source_path)
     return example, reading

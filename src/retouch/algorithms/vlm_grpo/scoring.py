@@ -202,10 +202,8 @@ class CompletionScorer:
 
 def size_of(example: Example) -> tuple[int, int]:
     """(height, width) of the image that is generated for an example."""
-    if example.source is not None:
-        return example.source.height, example.source.width
-    assert example.size is not None  # data sets give one to every example without a source
-    return example.size
+    assert example.shape is not None  # data sets give a size to every example
+    return example.shape
 
 
 def sources_of(example: Example) -> tuple[Image, ...]:
