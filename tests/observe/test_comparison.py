@@ -13,12 +13,10 @@ import pytest
 from retouch.config import ConfigError
 from retouch.families import FAMILIES
 from retouch.observe.comparison import (
-    differing,
     run_names,
-    sampling_differences,
-    scoring_differences,
     write_comparison,
 )
+from retouch.observe.settings import differing, sampling_differences, scoring_differences
 from tests.command_line import retouch
 
 from .test_report import SCRIPTS, Page, rewrite

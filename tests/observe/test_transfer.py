@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from retouch.config import dump_run, parse_run
-from retouch.observe.kept import alike_after
 from retouch.observe.report import _transfer_section
+from retouch.observe.settings import alike_after
 from retouch.observe.statistics import student
 from retouch.observe.transfer import transfers
 from retouch.rewards.scorers.ocr import OcrReward

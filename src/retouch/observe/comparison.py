@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL import Image
 
-from retouch.config.parts import completed, model_of
+from retouch.config.parts import completed
 from retouch.errors import ConfigError
 from retouch.files.disk import write_whole
 from retouch.observe.charts import charts_of, is_number, measures_of
@@ -37,7 +37,7 @@ from retouch.observe.report import (
     verdict,
 )
 from retouch.observe.run_dir import read_config, read_metrics, reading_records
-from retouch.rewards.base import UNSCORED
+from retouch.observe.settings import by_dotted_key, differing, sampling_differences, scoring_differences
 from retouch.rewards.judge import with_judge
 
 _HOW_READ = (
@@ -218,7 +218,7 @@ def groups_of(runs: Sequence[RunRecord]) -> list[Group]:
     for run in runs:
         same = next((group for group in found if _but_seed(group[0].config) == _but_seed(run.config)), None)
         found.append([run]) if same is None else same.append(run)
-    flat = [_flat(_but_seed(group[0].config)) for group in found]
+    flat = [by_dotted_key(_but_seed(group[0].config)) for group in found]
     keys = [
         key for key in dict.fromkeys(key for one in flat for key in one) if len({str(f.get(key)) for f in flat}) > 1
     ]
@@ -275,36 +275,11 @@ def sampling_conflicts(runs: Sequence[RunRecord]) -> dict[str, str]:
     return found
 
 
-def sampling_differences(one: Record, other: Record) -> dict[str, tuple[Any, Any]]:
-    """Settings that change the images of an evaluation whatever the weights are, with the values of two run files: a
-    difference in quality would be theirs. Scales of guidance of two families are not compared."""
-    flat, also = _sampling(one), _sampling(other)
-    if one["model"]["family"] != other["model"]["family"]:
-        del flat["rollout.guidance_scale"]
-    return {key: (value, also[key]) for key, value in flat.items() if value != also[key]}
-
-
 def _other_weights(one: Record, other: Record) -> dict[str, tuple[Any, Any]]:
     """The key of the evaluated weights, where both runs have EMA weights and one evaluates its raw ones."""
     kinds = ["raw" if run["evaluation"].get("weights") == "raw" else "ema" for run in (one, other)]
     both = bool(one.get("ema") and other.get("ema"))
     return {"evaluation.weights": (kinds[0], kinds[1])} if both and kinds[0] != kinds[1] else {}
-
-
-def _sampling(config: Record) -> Record:
-    """Settings by key, as they apply: with the model's own scale of guidance where none is given."""
-    evaluation, rollout = config["evaluation"], config["rollout"]
-    data = evaluation.get("data") or config["data"]
-    size, guidance = data.get("resolution"), rollout.get("guidance_scale")
-    if guidance is None:
-        with suppress(ConfigError):  # a family that is not known here
-            guidance = model_of(config, "").guidance_scale
-    return {
-        "num_steps": evaluation.get("num_steps") or rollout.get("num_steps"),
-        "rollout.guidance_scale": guidance,
-        "resolution": [size, size] if isinstance(size, int) else size,
-        "fit": data.get("fit"),
-    }
 
 
 def reward_conflicts(runs: Sequence[RunRecord]) -> list[str]:
@@ -316,17 +291,6 @@ def reward_conflicts(runs: Sequence[RunRecord]) -> list[str]:
         for run in runs[1:]
         for name, keys in _scored_differently(first, run).items()
     ]
-
-
-def scoring_differences(one: Record, other: Record) -> list[str]:
-    """Keys by which two rewards of one name score differently."""
-    return [key for key in differing(one, other) if key.split(".")[0] not in UNSCORED]
-
-
-def differing(one: Record, other: Record) -> list[str]:
-    """Dotted keys whose values differ, or that are missing in one of the two."""
-    flat, also = _flat(one), _flat(other)
-    return [key for key in dict.fromkeys([*flat, *also]) if flat.get(key) != also.get(key)]
 
 
 def _read(name: str, path: Path) -> RunRecord:
@@ -463,13 +427,5 @@ def _differences(runs: Sequence[RunRecord]) -> Markup:
     return part("section", "Run files: keys that differ", "", shown)
 
 
-def _flat(node: Any, key: str = "") -> Record:
-    if not isinstance(node, dict):
-        return {key: node}
-    return {
-        k: v for name, child in node.items() for k, v in _flat(child, f"{key}.{name}" if key else str(name)).items()
-    }
-
-
 def _at(config: Record, key: str) -> Any:
-    return _flat(config).get(key, "–")
+    return by_dotted_key(config).get(key, "–")

@@ -8,24 +8,17 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
-from retouch.config import yaml12
-from retouch.config.load import with_new_names
-from retouch.errors import ConfigError, ImageProblem
+from retouch.errors import ImageProblem
 from retouch.files import plain_json
 from retouch.files.disk import read_bounded
 from retouch.imaging.reading import open_image
-from retouch.observe.comparison import differing, sampling_differences, scoring_differences
-from retouch.observe.run_dir import read_config
-from retouch.rewards.judge import with_judge
 
 logger = logging.getLogger(__name__)
 
@@ -39,60 +32,6 @@ def steps_kept(evaluations: Path) -> dict[int, Path]:
     """Step -> folder of the evaluations of a run, first ones first."""
     named = ((re.fullmatch(r"step-(\d{6,})", folder.name), folder) for folder in evaluations.glob("step-*"))
     return dict(sorted((int(match[1]), folder) for match, folder in named if match))
-
-
-def alike_after(run: Path) -> int:
-    """The step after which all evaluations of a run were sampled and scored as they are today, by the run files of its
-    legs; -1 where all were. A difference from one before would be that of the settings, and no change of the weights.
-    """
-    named = ((re.fullmatch(r"config-(\d{6,})", leg.stem), leg) for leg in run.glob("config-*.yaml"))
-    for step, leg in sorted(((int(match[1]), leg) for match, leg in named if match), reverse=True):
-        try:
-            then, now = _settings(yaml12.parse(leg.read_text(encoding="utf-8"))), _settings(read_config(run))
-            keys = _evaluated_otherwise(then, now)
-        except (OSError, yaml.YAMLError, UnicodeDecodeError, ConfigError, KeyError, TypeError, AttributeError):
-            continue  # damaged, of which a warning was given when it was kept
-        if keys:
-            _note_other_settings(run, step, ", ".join(keys))
-            return step
-    return -1
-
-
-def _settings(run_file: Any) -> Row:
-    """A run file under the names of today, its rewards with what they have from the section `judge`."""
-    run = with_new_names(run_file)
-    with suppress(ValueError):
-        return dict(with_judge(run))
-    return run
-
-
-def _evaluated_otherwise(then: Row, now: Row) -> list[str]:
-    """Keys by which two run files sample or score evaluations differently."""
-    data, weights = ([_of_evaluations(run)[part] for run in (then, now)] for part in ("data", "weights"))
-    rewards = {name: (entry, now["rewards"][name]) for name, entry in then["rewards"].items() if name in now["rewards"]}
-    keys = [*sampling_differences(then, now), *(f"evaluation.data.{key}" for key in differing(*data))]
-    keys += ["evaluation.weights"] if weights[0] != weights[1] else []
-    return keys + [f"rewards.{name}.{key}" for name, pair in rewards.items() for key in scoring_differences(*pair)]
-
-
-def _of_evaluations(run: Row) -> Row:
-    """The data and the weights that a run evaluates; the path without its folders, because data may be moved."""
-    section = run["evaluation"]
-    data = section.get("data") or run["data"]
-    averaged = bool(run.get("ema")) and section.get("weights") != "raw"
-    return {"data": {**data, "path": Path(data["path"]).name}, "weights": averaged}
-
-
-@cache
-def _note_other_settings(run: Path, step: int, keys: str) -> None:
-    """Once for each change: every later evaluation looks at it again."""
-    logger.warning(
-        "%s: evaluations up to step %d were sampled or scored with other settings (%s); later ones are not compared "
-        "with them",
-        run,
-        step,
-        keys,
-    )
 
 
 def images_of(records: Sequence[Mapping[str, Any]]) -> dict[int, object]:

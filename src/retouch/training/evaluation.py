@@ -41,10 +41,11 @@ from retouch.observe.guards import (
     region_of,
     score_of,
 )
-from retouch.observe.kept import alike_after, images_of, kept_images, kept_rows, steps_kept
+from retouch.observe.kept import images_of, kept_images, kept_rows, steps_kept
 from retouch.observe.log import means_text
 from retouch.observe.plateau import lacking_after, trend
 from retouch.observe.run_dir import read_metrics
+from retouch.observe.settings import alike_after
 from retouch.observe.transfer import transfers
 from retouch.rewards.table import RewardTable
 from retouch.rollout.encoded import encoded_ahead

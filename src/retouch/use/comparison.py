@@ -25,12 +25,11 @@ from retouch.observe.comparison import (
     BASE,
     Column,
     Sampled,
-    sampling_differences,
-    scoring_differences,
     write_comparison,
 )
 from retouch.observe.log import repeated_names
 from retouch.observe.report import change_of
+from retouch.observe.settings import sampling_differences, scoring_differences
 from retouch.observe.transfer import Transfer, transfers
 from retouch.rewards.base import Reward, RewardEntry
 from retouch.rewards.client.config import RewardClientConfig

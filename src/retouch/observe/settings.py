@@ -1,0 +1,126 @@
+"""Which settings of two run files change the images or the scores of an evaluation: a difference would be theirs."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from retouch.config import yaml12
+from retouch.config.load import with_new_names
+from retouch.config.parts import model_of
+from retouch.errors import ConfigError
+from retouch.observe.run_dir import read_config
+from retouch.rewards.base import UNSCORED
+from retouch.rewards.judge import with_judge
+
+logger = logging.getLogger(__name__)
+
+Record = Mapping[str, Any]
+
+
+def sampling_differences(one: Record, other: Record) -> dict[str, tuple[Any, Any]]:
+    """Settings that change the images of an evaluation whatever the weights are, with the values of two run files: a
+    difference in quality would be theirs. Scales of guidance of two families are not compared."""
+    flat, also = _sampling(one), _sampling(other)
+    if one["model"]["family"] != other["model"]["family"]:
+        del flat["rollout.guidance_scale"]
+    return {key: (value, also[key]) for key, value in flat.items() if value != also[key]}
+
+
+def _sampling(config: Record) -> dict[str, Any]:
+    """Settings by key, as they apply: with the model's own scale of guidance where none is given."""
+    evaluation, rollout = config["evaluation"], config["rollout"]
+    data = evaluation.get("data") or config["data"]
+    size, guidance = data.get("resolution"), rollout.get("guidance_scale")
+    if guidance is None:
+        with suppress(ConfigError):  # a family that is not known here
+            guidance = model_of(config, "").guidance_scale
+    return {
+        "num_steps": evaluation.get("num_steps") or rollout.get("num_steps"),
+        "rollout.guidance_scale": guidance,
+        "resolution": [size, size] if isinstance(size, int) else size,
+        "fit": data.get("fit"),
+    }
+
+
+def scoring_differences(one: Record, other: Record) -> list[str]:
+    """Keys by which two rewards of one name score differently."""
+    return [key for key in differing(one, other) if key.split(".")[0] not in UNSCORED]
+
+
+def differing(one: Record, other: Record) -> list[str]:
+    """Dotted keys whose values differ, or that are missing in one of the two."""
+    flat, also = by_dotted_key(one), by_dotted_key(other)
+    return [key for key in dict.fromkeys([*flat, *also]) if flat.get(key) != also.get(key)]
+
+
+def by_dotted_key(node: Any, key: str = "") -> dict[str, Any]:
+    """The values inside a section, each with its dotted key below `key`."""
+    if not isinstance(node, dict):
+        return {key: node}
+    return {
+        k: v
+        for name, child in node.items()
+        for k, v in by_dotted_key(child, f"{key}.{name}" if key else str(name)).items()
+    }
+
+
+def alike_after(run: Path) -> int:
+    """The step after which all evaluations of a run were sampled and scored as they are today, by the run files of its
+    legs; -1 where all were. A difference from one before would be that of the settings, and no change of the weights.
+    """
+    named = ((re.fullmatch(r"config-(\d{6,})", leg.stem), leg) for leg in run.glob("config-*.yaml"))
+    for step, leg in sorted(((int(match[1]), leg) for match, leg in named if match), reverse=True):
+        try:
+            then, now = _settings(yaml12.parse(leg.read_text(encoding="utf-8"))), _settings(read_config(run))
+            keys = _evaluated_otherwise(then, now)
+        except (OSError, yaml.YAMLError, UnicodeDecodeError, ConfigError, KeyError, TypeError, AttributeError):
+            continue  # damaged, of which a warning was given when it was kept
+        if keys:
+            _note_other_settings(run, step, ", ".join(keys))
+            return step
+    return -1
+
+
+def _settings(run_file: Any) -> Record:
+    """A run file under the names of today, its rewards with what they have from the section `judge`."""
+    run = with_new_names(run_file)
+    with suppress(ValueError):
+        return dict(with_judge(run))
+    return run
+
+
+def _evaluated_otherwise(then: Record, now: Record) -> list[str]:
+    """Keys by which two run files sample or score evaluations differently."""
+    data, weights = ([_of_evaluations(run)[part] for run in (then, now)] for part in ("data", "weights"))
+    rewards = {name: (entry, now["rewards"][name]) for name, entry in then["rewards"].items() if name in now["rewards"]}
+    keys = [*sampling_differences(then, now), *(f"evaluation.data.{key}" for key in differing(*data))]
+    keys += ["evaluation.weights"] if weights[0] != weights[1] else []
+    return keys + [f"rewards.{name}.{key}" for name, pair in rewards.items() for key in scoring_differences(*pair)]
+
+
+def _of_evaluations(run: Record) -> Record:
+    """The data and the weights that a run evaluates; the path without its folders, because data may be moved."""
+    section = run["evaluation"]
+    data = section.get("data") or run["data"]
+    averaged = bool(run.get("ema")) and section.get("weights") != "raw"
+    return {"data": {**data, "path": Path(data["path"]).name}, "weights": averaged}
+
+
+@cache
+def _note_other_settings(run: Path, step: int, keys: str) -> None:
+    """Once for each change: every later evaluation looks at it again."""
+    logger.warning(
+        "%s: evaluations up to step %d were sampled or scored with other settings (%s); later ones are not compared "
+        "with them",
+        run,
+        step,
+        keys,
+    )
