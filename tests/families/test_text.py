@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,15 @@ def test_one_prompt_after_the_other_is_not_kept_for_ever() -> None:
     assert made.asked == ["a", "bb", "ccc"]
     text.of("bb")
     assert made.asked == ["a", "bb", "ccc", "bb"]
+
+
+def test_encoders_that_are_released_leave_no_weights_behind() -> None:
+    made: Any = Lengths()
+    text = TextEncoders({"text": made})
+    network = weakref.ref(made.model)
+    text.cache_and_release(["a"])
+    del made
+    assert network() is None and text.of("a")["text"].tolist() == [1]
 
 
 def test_what_was_cached_on_purpose_stays() -> None:
