@@ -54,9 +54,9 @@ def this_machine() -> Machine:
 
 WAIT_POLICY = "OMP_WAIT_POLICY"
 SLEEPING = {WAIT_POLICY: "PASSIVE", "GOMP_SPINCOUNT": "15000"}
-"""Variables that torch reads when it is imported. GNU's runtime would let a passive thread sleep at once, so that every
-parallel region of a tiny network, shorter than a wake-up, waits for one; after so many turns, part of a millisecond, it
-sleeps. `benchmarks/busy_machine.py` has measured both."""
+"""Variables that torch reads when it is imported. In GNU's runtime a passive thread sleeps at once, and a parallel
+region of a tiny network takes less time than its wake-up; with this count it first spins for part of a millisecond.
+`benchmarks/busy_machine.py` has measured both."""
 
 
 def let_threads_sleep() -> bool:
