@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -604,7 +605,10 @@ def test_report_and_grid_are_written(config: Config, tmp_path: Path) -> None:
 
     run, _ = train(config(training__max_steps=2, logging__rollout_images_every=1))
     page = write_report(run.dir.path).read_text()
-    assert "http" not in page.replace("http://www.w3.org", "").replace("https://github.com/leeoniya/uPlot", "")
+    assert set(re.findall(r"https?:[^ \"'`);]*", page)) == {
+        "http://www.w3.org/2000/svg",
+        "https://github.com/leeoniya/uPlot",
+    }
     for piece in (
         "Grid of the last evaluation",
         "Rollouts",

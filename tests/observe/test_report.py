@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -94,6 +95,8 @@ def test_it_needs_no_network(run: Path) -> None:
     assert not {"iframe", "object", "embed"} & set(page.tags) and page.tags.count("script") == SCRIPTS
     source = (run / "report.html").read_text()
     assert "@import" not in source and "url(" not in source
+    named = set(re.findall(r"https?:[^ \"'`);]*", source))
+    assert named == {"http://www.w3.org/2000/svg", "https://github.com/leeoniya/uPlot"}  # a namespace, and a comment
     assert "default-src &#39;none&#39;; script-src &#39;sha256-" in source and "unsafe" not in source
 
 
