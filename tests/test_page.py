@@ -406,6 +406,7 @@ def test_the_page_in_a_browser(
         shown.wait("document.body.innerText.includes('choose an image first')")
         told = capfd.readouterr()
         assert "Traceback" not in told.out + told.err and "share" not in told.out + told.err
+        shown.run("document.querySelector('.toast-close')?.click()")
         upload(shown, "#editor input[type=file]", signs / "held_out/test200_source.png")
         shown.wait("!document.querySelector('#editor').innerText.includes('Upload an image')")
         shown.click("#editor [aria-label='Brush'], #editor [title='Brush'], #editor [aria-label='Draw']")
