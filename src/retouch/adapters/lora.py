@@ -42,7 +42,8 @@ def add_lora(
             f"model.train.targets: given {', '.join(targets)}; no module of {type(network).__name__} ends like that; "
             "leave targets out to take those of the family"
         )
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, init_lora_weights=init == "uniform" or init)
+    start = True if init == "uniform" else init
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, init_lora_weights=start)  # type: ignore[arg-type]
     network.add_adapter(config)  # type: ignore[operator]
     fuse_lora(network)
     for parameter in network.parameters():

@@ -64,7 +64,7 @@ class Buckets(Section):
             return max(one, other) / min(one, other)
 
         found = min(_wide(self.pixels, self.multiple, self.max_aspect), key=crops)
-        return found if width >= height else found[::-1]
+        return found if width >= height else (found[1], found[0])
 
     def check(self, run: RunConfig, key: str = "") -> None:
         unit = run.model.size_multiple

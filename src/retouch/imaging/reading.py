@@ -115,7 +115,7 @@ def image_size(path: Path | PackedImage) -> tuple[int, int]:
         if image.format == "TIFF":  # Pillow turns some of them when they are decoded
             return as_shown(image).size
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
-        return image.size[::-1] if turned else image.size
+        return (image.height, image.width) if turned else image.size
 
 
 _ON_ITS_SIDE = (5, 6, 7, 8)

@@ -185,7 +185,7 @@ def _shrunk(files: Sequence[Path]) -> list[str] | None:
 def _rows(folder: Path) -> list[Record]:
     """The rows of an evaluation; none where the file is damaged: a page must show the rest."""
     try:
-        rows = read_rows(folder / "rows.jsonl")
+        rows: list[Record] = [*read_rows(folder / "rows.jsonl")]
     except ConfigError:
         return []
     return rows if all(type(row.get(key)) is int for row in rows for key in ("example", "index")) else []

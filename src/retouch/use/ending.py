@@ -86,7 +86,7 @@ def ending(config: RunConfig, run: Path) -> Ending:
         tuple(one["step"] for one in compared),
         last.get("examples") == "held_out",
         last.get("images", 0),
-        gains(*rows, [*config.rewards] or ["outside_l1"]) if compared else {},
+        gains(rows[0], rows[1], [*config.rewards] or ["outside_l1"]) if compared else {},
         str(report) if report.is_file() else None,
         next_commands(config, run),
     )

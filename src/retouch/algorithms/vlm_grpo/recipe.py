@@ -206,7 +206,8 @@ class VlmTrainer(RunTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         first = self.accelerator.process_index * len(prompts)
-        groups = torch.arange(len(rewards), dtype=torch.int64, device=rewards.device) // self.num_generations
+        of_group: int = self.num_generations  # type: ignore[assignment]
+        groups = torch.arange(len(rewards), dtype=torch.int64, device=rewards.device) // of_group
         self._valid = comparable_rows(groups, ~rewards.isnan().any(1))[first : first + len(prompts)]
         return rewards
 
