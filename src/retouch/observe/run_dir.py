@@ -76,7 +76,8 @@ _FILES = ("config.yaml", "begun_from", "environment.json", "metrics.jsonl", "log
 _FOLDERS = ("images", "evaluations", "tensorboard", "checkpoints")
 
 _PROBES_S = 0.5
-"""Seconds that a start waits for the lock: `status.lock_holder` and `RunLock.require_free` hold it for an instant."""
+"""Seconds that a start, or the check before it, waits for the lock: a page that is watched
+(`status.lock_holder`) and `RunLock.require_free` hold it for an instant."""
 
 _ENDS = ("finished", "stopped")
 """Events that end a run which did not fail."""
@@ -317,7 +318,7 @@ class RunLock:
         if self._lock.is_locked or not os.access(self._place, os.W_OK):
             return
         try:
-            self._lock.acquire()
+            self._lock.acquire(blocking=True, timeout=_PROBES_S)
         except Timeout:
             raise self._taken() from None
         except OSError:
