@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from retouch.config import load_run
+from retouch.observe.comparison import write_comparison
 from retouch.observe.report import change_of, milestones, write_report
 from retouch.observe.run_dir import RunLock
+from retouch.use.ending import ending
 from tests.command_line import retouch
 
 VOID = {"meta", "img", "input", "link"}
@@ -193,6 +196,21 @@ def test_images_of_one_example_are_one_of_the_interval(run: Path) -> None:
     after = [{**row, "ocr.ned": 0.5 + level[row["example"]] + noise[row["index"]]} for row in before]
     mean, low, high = change_of(before, after, "ocr.ned") or (0, 0, 0)
     assert (mean, low, high) == pytest.approx((0.1, 0.1 - 0.0938638, 0.1 + 0.0938638), abs=1e-6)  # s = .0894427
+
+
+def test_evaluations_of_other_settings_are_left_out(run: Path) -> None:
+    """A difference from them would be that of the settings; the gain that `retouch train` prints leaves them out, too."""
+    (run / "config-000003.yaml").write_text((run / "config.yaml").read_text().replace("num_steps: 3", "num_steps: 5"))
+    page = report(run)
+    assert "No evaluation to compare yet. Evaluations up to step 2 were sampled or scored with other" in page
+    assert "last (step 4)" in page and "base (step 0)" not in page and "warmed up (step 2)" not in page
+    assert ending(load_run(run / "config.yaml", trust=True), run).gains == {}
+    other = shutil.copytree(run, run.parent / "other")
+    rewrite(other, lambda records: [r for r in records if (r["kind"], r["step"]) != ("eval", 4)])
+    found = write_comparison({"full": run, "other": other}, run.parent / "compare.html")
+    assert found.verdicts == [] and found.problems == [
+        "other has no evaluation with the settings of its run file yet"
+    ]
 
 
 def test_less_drift_is_better(run: Path) -> None:

@@ -11,7 +11,7 @@ import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from retouch.observe.report import (
     verdict,
 )
 from retouch.observe.run_dir import read_config, read_metrics, reading_records
-from retouch.observe.settings import by_dotted_key, differing, sampling_differences, scoring_differences
+from retouch.observe.settings import alike, by_dotted_key, differing, sampling_differences, scoring_differences
 from retouch.rewards.judge import with_judge
 
 _HOW_READ = (
@@ -69,6 +69,11 @@ class RunRecord:
     path: Path
     config: Record
     by_kind: dict[str, list[Record]]
+
+    @cached_property
+    def evaluations(self) -> list[Record]:
+        """The records of those that were made as the run file says now."""
+        return alike(self.path, self.by_kind["eval"])
 
     @property
     def rewards(self) -> Record:
@@ -158,11 +163,11 @@ def write_comparison(
 
 def _write(runs: Mapping[str, Path], out: Path, sampled: Sampled | None, inside: bool | None) -> Comparison:
     records = [_read(name, path) for name, path in runs.items()]
-    columns = sampled.columns if sampled else {r.name: _last_evaluation(r) for r in records if r.by_kind["eval"]}
+    columns = sampled.columns if sampled else {r.name: _last_evaluation(r) for r in records if r.evaluations}
     conflicts = {} if sampled else {**sampling_conflicts(records), **example_conflicts(records)}
     paired = [record for record in records if record.name in columns and record.name not in conflicts]
     paired = paired if records[0] in paired else []
-    unevaluated = [f"{record.name} has no evaluation yet" for record in records if not record.by_kind["eval"]]
+    unevaluated = [f"{record.name} has {_no_evaluation(record)}" for record in records if not record.evaluations]
     problems = [] if sampled else [*conflicts.values(), *reward_conflicts(records), *unevaluated]
     left_out = {run.name: set() if sampled else set(_scored_differently(records[0], run)) for run in records}
     verdicts = _verdicts(paired, columns, left_out)
@@ -299,14 +304,14 @@ def _read(name: str, path: Path) -> RunRecord:
 
 
 def _last_evaluation(run: RunRecord) -> Column:
-    last = run.by_kind["eval"][-1]
+    last = run.evaluations[-1]
     title = f"{run.name} (step {last['step']}, {last['images']} images)"
     return Column(title, last, rows_of(run.path, last))
 
 
 def _texts_differ(one: RunRecord, other: RunRecord) -> bool:
     """Whether examples of one id have different texts in the last evaluations."""
-    if not (one.by_kind["eval"] and other.by_kind["eval"]):
+    if not (one.evaluations and other.evaluations):
         return False
     texts = {row["example"]: row.get("text") for row in _last_evaluation(one).rows}
     return any(texts.get(row["example"], row.get("text")) != row.get("text") for row in _last_evaluation(other).rows)
@@ -391,7 +396,7 @@ def _gallery(paired: Sequence[RunRecord], page: Path, inside: bool | None) -> Ga
 
 
 def _last_stored(run: RunRecord) -> list[Stored]:
-    return stored_of(run.path, [run.by_kind["eval"][-1]["step"]]) if run.by_kind["eval"] else []
+    return stored_of(run.path, [one["step"] for one in run.evaluations[-1:]])
 
 
 def _samples(
@@ -407,13 +412,17 @@ def _samples(
 
 
 def _why_no_samples(run: RunRecord, first: RunRecord, conflicts: Mapping[str, str]) -> str:
-    if not run.by_kind["eval"]:
-        return "it has no evaluation yet"
+    if not run.evaluations:
+        return f"it has {_no_evaluation(run)}"
     if not _last_stored(run):
         return "its last evaluation kept no images; set evaluation.grid_examples"
     if run.name in conflicts:
         return f"they are not of the examples and settings of {first.name}"
     return f"{first.name}, with which they would be paired, has none"
+
+
+def _no_evaluation(run: RunRecord) -> str:
+    return "no evaluation with the settings of its run file yet" if run.by_kind["eval"] else "no evaluation yet"
 
 
 def _differences(runs: Sequence[RunRecord]) -> Markup:

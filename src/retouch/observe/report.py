@@ -24,6 +24,7 @@ from retouch.observe.gallery import SHOWN, gallery, image_inside, stored_of
 from retouch.observe.measures import DRIFT, HEADLINE, SECTIONS
 from retouch.observe.page import Block, Markup, Page, Table, document, part, table
 from retouch.observe.run_dir import read_config, read_metrics, read_rows, reading_records
+from retouch.observe.settings import alike
 from retouch.observe.statistics import MIN_EXAMPLES, paired_difference
 from retouch.observe.status import status_of
 from retouch.observe.timing import PARTS
@@ -87,7 +88,8 @@ def page_of(run: Path, *, inside: bool | None, live: bool) -> Page:
     by_kind = records_by_kind(records)
     rewards = config.get("rewards") or {}
     timed = by_kind["train"] + [record for record in by_kind["eval"] if "time" in record]
-    points = milestones(by_kind["eval"])
+    compared = alike(run, by_kind["eval"])
+    points = milestones(compared)
     rows = {name: rows_of(run, record) for name, record in points.items()}
     images = gallery(stored_of(run), run / "report.html", _gallery_measures(points, rewards), inside=inside)
     last_two = list(rows.values())[-2:] if _has_trained(points, by_kind) else []
@@ -96,7 +98,7 @@ def page_of(run: Path, *, inside: bool | None, live: bool) -> Page:
         [
             Block("html", "subtitle", part("line", subtitle(config, by_kind))),
             Block("html", "status", part("status", status_of(run, config, records, live=live))),
-            Block("html", "verdict", _verdict(points, rows, list(rewards))),
+            Block("html", "verdict", _verdict(points, rows, list(rewards)) + _left_out(by_kind["eval"], compared)),
             Block("tools"),
             *(Block("charts", key, title=SECTIONS[key]) for key in ("reward", "measures")),
             Block("html", "evaluation", _evaluations(points, rows) + _transfer_section(last_two, rewards)),
@@ -161,6 +163,18 @@ def _verdict(points: dict[str, Record], rows: dict[str, list[Record]], rewards: 
         f"{'; '.join(parts)}."
     )
     return verdict(Verdict(f"{word[:1].upper()}{word[1:]}:", text, _TONES.get(word, "")))
+
+
+def _left_out(evaluations: Sequence[Record], compared: Sequence[Record]) -> Markup:
+    """One sentence on evaluations that were made with other settings than today's."""
+    if len(compared) == len(evaluations):
+        return Markup()
+    step = max(record["step"] for record in evaluations if record not in compared)
+    return part(
+        "line",
+        f"Evaluations up to step {step} were sampled or scored with other settings than the run file has now: verdict, "
+        "table and transfer leave them out.",
+    )
 
 
 @dataclass(frozen=True)

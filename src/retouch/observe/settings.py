@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -87,6 +87,12 @@ def alike_after(run: Path) -> int:
             _note_other_settings(run, step, ", ".join(keys))
             return step
     return -1
+
+
+def alike(run: Path, evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of evaluations after `alike_after`: those that can be compared with each other."""
+    after = alike_after(run)
+    return [record for record in evaluations if record["step"] > after]
 
 
 def _settings(run_file: Any) -> Record:
