@@ -244,6 +244,20 @@ def test_what_ocr_read_stands_beside_its_image(run: Path) -> None:
     assert "MOON MCCN MOCN MOON" in page
 
 
+def test_files_without_a_record_are_not_shown(run: Path) -> None:
+    """A run that was killed and went on from an earlier checkpoint has left them; a file is no folder of images."""
+    before = report(run)
+    shutil.copytree(run / "evaluations/step-000004", run / "evaluations/step-000009")
+    shutil.copytree(run / "images/step-000004", run / "images/step-000009")
+    for place in ("evaluation.png", "rollouts.png"):
+        Image.new("RGB", (1, 1)).save(run / "images/step-000009" / place)
+    (run / "evaluations/step-000003").write_text("")
+    rewrite(run, lambda records: [*records, {"step": 3, "kind": "eval", "moment": "step", "images": 1}])
+    rewrite(run, lambda records: sorted(records, key=lambda record: record["step"]))
+    after = report(run)
+    assert (after.images, after.fetched) == (before.images, before.fetched)
+
+
 def test_large_images_lie_beside_the_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones are compressed before; in a single file they are whole."""
     whole = report(run).images

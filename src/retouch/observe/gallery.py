@@ -10,7 +10,7 @@ import base64
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,17 +75,17 @@ class Gallery:
     beside: bool
 
 
-def stored_of(run: Path, steps: Sequence[int] | None = None) -> list[Stored]:
+def stored_of(run: Path, steps: Collection[int]) -> list[Stored]:
     """The evaluations of a run directory with images, oldest first.
 
     Args:
-        steps: those that are wanted; None: all.
+        steps: of records of evaluations: a run that was killed and resumed may have left files of others.
     """
     found: list[Stored] = []
     for step, folder in steps_kept(run / "evaluations").items():
-        if steps is None or step in steps:
+        if step in steps:
             rows = _rows(folder)
-            files = [file for file in sorted(folder.iterdir()) if _NAME.fullmatch(file.name)]
+            files = [file for file in sorted(folder.glob("*.png")) if _NAME.fullmatch(file.name)]
             kept = [(rows[at], file) for file in files if (at := int(file.stem)) < len(rows) and _is_image(file)]
             if kept:
                 found.append(Stored(f"step {step}", [row for row, _ in kept], [file for _, file in kept]))

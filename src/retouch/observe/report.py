@@ -21,6 +21,7 @@ from retouch.files.disk import write_whole
 from retouch.observe.charts import charts_of, is_number, measures_of
 from retouch.observe.cost import COUNTED
 from retouch.observe.gallery import SHOWN, gallery, image_inside, stored_of
+from retouch.observe.kept import steps_kept
 from retouch.observe.measures import DRIFT, HEADLINE, SECTIONS
 from retouch.observe.page import Block, Markup, Page, Table, document, part, table
 from retouch.observe.run_dir import read_config, read_metrics, read_rows, reading_records
@@ -91,7 +92,8 @@ def page_of(run: Path, *, inside: bool | None, live: bool) -> Page:
     compared = alike(run, by_kind["eval"])
     points = milestones(compared)
     rows = {name: rows_of(run, record) for name, record in points.items()}
-    images = gallery(stored_of(run), run / "report.html", _gallery_measures(points, rewards), inside=inside)
+    stored = stored_of(run, {record["step"] for record in by_kind["eval"]})
+    images = gallery(stored, run / "report.html", _gallery_measures(points, rewards), inside=inside)
     last_two = list(rows.values())[-2:] if _has_trained(points, by_kind) else []
     return Page(
         str(config["name"]),
@@ -106,7 +108,7 @@ def page_of(run: Path, *, inside: bool | None, live: bool) -> Page:
             Block("html", "readings", "" if images.images else _readings(rows)),
             *(Block("charts", key, title=SECTIONS[key]) for key in ("loss", "ratio", "kl", "gradient")),
             Block("charts", "rest", title=SECTIONS["rest"], folded=True),
-            Block("html", "grids", _grids(run, inside=not images.beside and inside is not False)),
+            Block("html", "grids", _grids(run, by_kind, inside=not images.beside and inside is not False)),
             Block("html", "time", _time_split(timed)),
             Block("html", "costs", _costs(by_kind["train"], timed)),
             Block("html", "details", _details(run)),
@@ -311,15 +313,18 @@ def _readings(rows: dict[str, list[Record]]) -> Markup:
     return part("folded", f"Texts that OCR read in {len(keys)} images", "", shown)
 
 
-def _grids(run: Path, *, inside: bool) -> Markup:
-    """The newest grids of an evaluation and of rollouts."""
+def _grids(run: Path, by_kind: Mapping[str, Sequence[Record]], *, inside: bool) -> Markup:
+    """The newest grids of an evaluation and of rollouts, of steps with such records."""
     notes = {
         "evaluation": ("Grid of the last evaluation", "The masked input, and the first and the last evaluations."),
         "rollouts": ("Rollouts", "Groups of one example with their rewards; the last ones saved."),
     }
+    kinds = {"evaluation": ("eval",), "rollouts": ("rollout", "train")}
     shown = Markup()
     for name, (title, note) in notes.items():
-        for file in sorted((run / "images").glob(f"step-*/{name}.png"))[-1:]:
+        steps = {record["step"] for kind in kinds[name] for record in by_kind.get(kind, ())}
+        kept = [folder / f"{name}.png" for step, folder in steps_kept(run / "images").items() if step in steps]
+        for file in [file for file in kept if file.is_file()][-1:]:
             place = file.relative_to(run).as_posix()
             source = image_inside(file) if inside else quote(place) if SHOWN.fullmatch(place) else None
             shown += part("folded", title, note, part("image", name, source)) if source else ""
