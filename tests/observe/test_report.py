@@ -18,6 +18,8 @@ from PIL import Image
 
 from retouch.config import load_run
 from retouch.observe.comparison import write_comparison
+from retouch.errors import ConfigError
+from retouch.observe.gallery import image_inside, shown_file
 from retouch.observe.report import change_of, milestones, write_report
 from retouch.observe.run_dir import RunLock
 from retouch.use.ending import ending
@@ -284,6 +286,33 @@ def test_a_link_in_place_of_an_image_is_not_followed(run: Path, tmp_path: Path) 
     before = report(run)
     held = base64.b64encode(secret.read_bytes()).decode()
     assert held not in (run / "report.html").read_text() and len(before.images) == 1  # of step 0
+
+
+def test_nothing_behind_a_link_is_shown(run: Path, tmp_path: Path) -> None:
+    """Also where a folder is the link; a run directory that is one itself is as good as any."""
+    (tmp_path / "linked").symlink_to(run)
+    assert report(tmp_path / "linked").images == report(run).images != []
+    secret = shutil.copytree(run / "evaluations/step-000004", tmp_path / "secret")
+    (secret / "private.json").write_text('{"password": "of-another"}')
+    image = secret / "00000.png"
+    Image.new("RGB", (3, 3)).save(image)
+    (secret / "rows.jsonl").write_text(json.dumps({"example": 0, "index": 0, "text": "of-another", "ocr.ned": 1.0}))
+    shutil.rmtree(run / "evaluations/step-000004")
+    (run / "evaluations/step-000004").symlink_to(secret)
+    (run / "environment.json").unlink()
+    (run / "environment.json").symlink_to(secret / "private.json")
+    page = report(run)
+    assert "of-another" not in (run / "report.html").read_text() and "not readable: no file of the run itself" in page
+    assert image_inside(image.read_bytes()) not in page.images and len(page.images) == 2
+    assert shown_file(run, "evaluations/step-000002/00000.png") is not None
+    assert shown_file(run, "evaluations/step-000004/00000.png") is None
+    other = shutil.copytree(run, tmp_path / "other", symlinks=True)
+    write_comparison({"a": run, "b": other}, tmp_path / "compare.html")
+    assert "of-another" not in (tmp_path / "compare.html").read_text()
+    (run / "config.yaml").rename(secret / "config.yaml")
+    (run / "config.yaml").symlink_to(secret / "config.yaml")
+    with pytest.raises(ConfigError, match="which is a link to"):
+        report(run)
 
 
 def test_words_from_data_are_never_markup(run: Path) -> None:

@@ -36,7 +36,7 @@ from retouch.observe.report import (
     tone,
     verdict,
 )
-from retouch.observe.run_dir import read_config, read_metrics, reading_records
+from retouch.observe.run_dir import read_config, read_metrics, reading_records, require_own
 from retouch.observe.settings import alike, by_dotted_key, differing, sampling_differences, scoring_differences
 from retouch.rewards.judge import with_judge
 
@@ -299,6 +299,7 @@ def reward_conflicts(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _read(name: str, path: Path) -> RunRecord:
+    require_own(path)
     config = completed(read_config(path))  # with defaults for keys of newer versions
     return RunRecord(name, path, config, records_by_kind(read_metrics(path / "metrics.jsonl")))
 

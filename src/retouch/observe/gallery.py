@@ -20,11 +20,11 @@ from urllib.parse import quote
 from PIL import Image
 
 from retouch.errors import ConfigError
-from retouch.files.disk import read_bounded
+from retouch.files.disk import is_own, read_bounded
 from retouch.observe.charts import is_number
 from retouch.observe.kept import steps_kept
 from retouch.observe.measures import DRIFT, HEADLINE
-from retouch.observe.run_dir import read_rows
+from retouch.observe.run_dir import read_own_rows
 
 Record = Mapping[str, Any]
 
@@ -41,7 +41,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 _NAME = re.compile(r"\d{5,}\.png")
 
-SHOWN = re.compile(r"(?:evaluations/step-\d{6,}/\d{5,}|images/step-\d{6,}/(?:evaluation|rollouts))\.png")
+_SHOWN = re.compile(r"(?:evaluations/step-\d{6,}/\d{5,}|images/step-\d{6,}/(?:evaluation|rollouts))\.png")
 """Images of a run directory that a page refers to, relative to it."""
 
 
@@ -84,7 +84,7 @@ def stored_of(run: Path, steps: Collection[int]) -> list[Stored]:
     found: list[Stored] = []
     for step, folder in steps_kept(run / "evaluations").items():
         if step in steps:
-            rows = _rows(folder)
+            rows = _rows(run, folder)
             files = [file for file in sorted(folder.glob("*.png")) if _NAME.fullmatch(file.name)]
             kept = [(rows[at], file) for file in files if (at := int(file.stem)) < len(rows) and _is_image(file)]
             if kept:
@@ -135,20 +135,20 @@ def gallery(
     return Gallery(data, images, bool(images) and not images[0].startswith("data:"))
 
 
-def image_inside(image: Image.Image | Path) -> str | None:
-    """An image, or a PNG file, as an address inside a page; None where the file is none."""
-    if isinstance(image, Image.Image):
-        stream = io.BytesIO()
-        image.save(stream, "PNG")
-        return _address("png", stream.getvalue())
-    return _address("png", read_bounded(image, _MOST_BYTES)) if _is_image(image) else None
+def image_inside(image: Image.Image | bytes) -> str:
+    """An image, or the content of a PNG file, as an address inside a page."""
+    if isinstance(image, bytes):
+        return _address("png", image)
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return _address("png", stream.getvalue())
 
 
 def shown_file(run: Path, place: str) -> bytes | None:
     """The content of an image of a run directory, by its place in it; None for anything that no page refers to."""
-    if not SHOWN.fullmatch(place) or not _is_image(run / place):
+    if not _SHOWN.fullmatch(place) or not is_own(run, run / place, _MOST_BYTES) or not _is_image(run / place):
         return None
-    with suppress(OSError):  # deleted meanwhile, or too large
+    with suppress(OSError):  # deleted meanwhile
         return read_bounded(run / place, _MOST_BYTES)
     return None
 
@@ -182,10 +182,10 @@ def _shrunk(files: Sequence[Path]) -> list[str] | None:
     return images
 
 
-def _rows(folder: Path) -> list[Record]:
-    """The rows of an evaluation; none where the file is damaged: a page must show the rest."""
+def _rows(run: Path, folder: Path) -> list[Record]:
+    """The rows of an evaluation; none where the file is damaged, or in another place: a page must show the rest."""
     try:
-        rows: list[Record] = [*read_rows(folder / "rows.jsonl")]
+        rows: list[Record] = [*read_own_rows(run, folder / "rows.jsonl")]
     except ConfigError:
         return []
     return rows if all(type(row.get(key)) is int for row in rows for key in ("example", "index")) else []
@@ -212,10 +212,10 @@ def _finite(value: object) -> float | None:
 
 
 def _is_image(file: Path) -> bool:
-    """Whether it is a PNG file of the folder itself: a run directory may come from anybody, and a link may lead to any
-    file of this machine."""
+    """Whether it is a PNG file of its folder: a run directory may come from anybody, and a link may lead to any file of
+    this machine."""
     try:
-        if file.is_symlink() or not file.is_file():
+        if file.is_symlink() or not file.is_file() or file.stat().st_size > _MOST_BYTES:
             return False
         with file.open("rb") as stream:
             return stream.read(len(_PNG)) == _PNG

@@ -17,14 +17,21 @@ from urllib.parse import quote
 
 from retouch.errors import RetouchError
 from retouch.files import plain_json
-from retouch.files.disk import write_whole
+from retouch.files.disk import is_own, write_whole
 from retouch.observe.charts import charts_of, is_number, measures_of
 from retouch.observe.cost import COUNTED
-from retouch.observe.gallery import SHOWN, gallery, image_inside, stored_of
+from retouch.observe.gallery import gallery, image_inside, shown_file, stored_of
 from retouch.observe.kept import steps_kept
 from retouch.observe.measures import DRIFT, HEADLINE, SECTIONS
 from retouch.observe.page import Block, Markup, Page, Table, document, part, table
-from retouch.observe.run_dir import read_config, read_metrics, read_rows, reading_records
+from retouch.observe.run_dir import (
+    MOST_TEXT,
+    read_config,
+    read_metrics,
+    read_own_rows,
+    reading_records,
+    require_own,
+)
 from retouch.observe.settings import alike
 from retouch.observe.statistics import MIN_EXAMPLES, paired_difference
 from retouch.observe.status import status_of
@@ -84,6 +91,7 @@ def page_of(run: Path, *, inside: bool | None, live: bool) -> Page:
     Raises:
         ConfigError: not a run directory.
     """
+    require_own(run)
     config = read_config(run)
     records = read_metrics(run / "metrics.jsonl")
     by_kind = records_by_kind(records)
@@ -276,7 +284,7 @@ def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change
 
 def rows_of(run: Path, evaluation: Record) -> list[Record]:
     """The measures of each image of an evaluation."""
-    return read_rows(run / "evaluations" / f"step-{evaluation['step']:06d}" / "rows.jsonl")
+    return read_own_rows(run, run / "evaluations" / f"step-{evaluation['step']:06d}" / "rows.jsonl")
 
 
 def change_of(before: Sequence[Record], after: Sequence[Record], measure: str) -> tuple[float, float, float] | None:
@@ -326,8 +334,9 @@ def _grids(run: Path, by_kind: Mapping[str, Sequence[Record]], *, inside: bool) 
         kept = [folder / f"{name}.png" for step, folder in steps_kept(run / "images").items() if step in steps]
         for file in [file for file in kept if file.is_file()][-1:]:
             place = file.relative_to(run).as_posix()
-            source = image_inside(file) if inside else quote(place) if SHOWN.fullmatch(place) else None
-            shown += part("folded", title, note, part("image", name, source)) if source else ""
+            if (image := shown_file(run, place)) is not None:
+                source = image_inside(image) if inside else quote(place)
+                shown += part("folded", title, note, part("image", name, source))
     return Markup(shown)
 
 
@@ -384,6 +393,8 @@ def _details(run: Path) -> Markup:
     if not environment.is_file():
         return shown
     try:
+        if not is_own(run, environment, MOST_TEXT):
+            raise ValueError("no file of the run itself, or too large")
         text = json.dumps(plain_json.loads(environment.read_bytes()), indent=2)
     except ValueError as error:
         text = f"not readable: {error}"

@@ -16,7 +16,8 @@ from retouch.config import yaml12
 from retouch.config.load import with_new_names
 from retouch.config.parts import model_of
 from retouch.errors import ConfigError
-from retouch.observe.run_dir import read_config
+from retouch.files.disk import is_own
+from retouch.observe.run_dir import MOST_TEXT, read_config
 from retouch.rewards.base import UNSCORED
 from retouch.rewards.judge import with_judge
 
@@ -78,6 +79,8 @@ def alike_after(run: Path) -> int:
     """
     named = ((re.fullmatch(r"config-(\d{6,})", leg.stem), leg) for leg in run.glob("config-*.yaml"))
     for step, leg in sorted(((int(match[1]), leg) for match, leg in named if match), reverse=True):
+        if not is_own(run, leg, MOST_TEXT):
+            continue
         try:
             then, now = _settings(yaml12.parse(leg.read_text(encoding="utf-8"))), _settings(read_config(run))
             keys = _evaluated_otherwise(then, now)

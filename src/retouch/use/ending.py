@@ -10,7 +10,8 @@ from typing import Any
 
 from retouch.adapters import FORMATS_OF
 from retouch.config import RunConfig
-from retouch.observe.run_dir import read_metrics, read_rows
+from retouch.observe.report import rows_of
+from retouch.observe.run_dir import read_metrics
 from retouch.observe.settings import alike
 from retouch.observe.statistics import paired_difference
 
@@ -80,7 +81,7 @@ def ending(config: RunConfig, run: Path) -> Ending:
     evaluations = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "eval"]
     report = run / "report.html"
     compared = _compared(alike(run, evaluations))
-    rows = [read_rows(run / "evaluations" / f"step-{one['step']:06d}" / "rows.jsonl") for one in compared]
+    rows = [rows_of(run, one) for one in compared]
     last = compared[-1] if compared else {}
     return Ending(
         str(run),
