@@ -142,9 +142,12 @@ def is_own(folder: Path, path: Path, most: int) -> bool:
     link that leads out, to any file of this machine, and it has `most` bytes at most. A missing file may; the folder
     itself may be a link.
     """
-    if path.is_symlink() or not path.resolve().is_relative_to(folder.resolve()):
+    try:
+        if path.is_symlink() or not path.resolve().is_relative_to(folder.resolve()):
+            return False
+        return not path.exists() or (path.is_file() and path.stat().st_size <= most)
+    except (OSError, RuntimeError):  # a circle of links, or where this user may not look
         return False
-    return not path.exists() or (path.is_file() and path.stat().st_size <= most)
 
 
 @contextmanager
