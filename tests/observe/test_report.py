@@ -348,6 +348,11 @@ def test_a_run_that_is_still_going_or_was_killed(run: Path) -> None:
         lock.release()
     (run / ".lock").write_text("7\nanother-host\n")
     assert "No end recorded step 4 of 4: it ran on another machine" in report(run)
+    assert "Continue it" not in report(run)
+    (run / ".lock").write_text("7\n")  # of an earlier version; a copy of a run has no lock at all
+    page = report(run)
+    assert "No end recorded step 4 of 4: the machine that it ran on is not recorded" in page
+    assert "Continue it" not in page and "it ran on another machine" not in page
 
 
 def test_a_run_that_was_stopped_and_goes_on(run: Path) -> None:

@@ -34,7 +34,7 @@ class Status:
 
     Attributes:
         state: running, finished, stopped, failed (an event of another name), killed, or elsewhere (no end is recorded,
-            and the process would be one of another machine).
+            and the process may be one of another machine).
         updated: time of the last record in seconds; None without one.
         left: time to the end of a run that is running.
         share: of the optimizer steps that are done.
@@ -91,10 +91,12 @@ def _state(run: Path, last: Record) -> tuple[str, str]:
         return state, f"{named}{': ' + str(last['reason']) if 'reason' in last else ''}"
     if host == platform.node():
         return "killed", ": no process holds the run any more, and it recorded no end"
-    return (
-        "elsewhere",
-        ": it ran on another machine, whose processes are not visible here; it may still be running there",
+    where = (
+        "it ran on another machine, whose processes are not visible here; it may still be running there"
+        if host is not None
+        else "the machine that it ran on is not recorded: it may still be running on another one"
     )
+    return "elsewhere", f": {where}"
 
 
 def lock_holder(run: Path) -> tuple[str, str | None]:
@@ -133,6 +135,6 @@ def _commands(run: Path, state: str) -> list[tuple[str, str]]:
     place = shlex.quote(str(run))
     if state == "running":
         return [("Follow it:", f"retouch watch {place}")]
-    if state == "finished":
+    if state in ("finished", "elsewhere"):  # two processes must not write to one run
         return []
     return [("Continue it:", f"retouch train {shlex.quote(str(run / 'config.yaml'))} resume=auto")]
