@@ -339,6 +339,7 @@ def test_a_run_that_is_still_going_or_was_killed(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 5, "kind": "tra')
     assert "Killed step 4 of 4: no process holds the run any more" in report(run)
+    assert "metrics.jsonl changed 2" in report(run) and "Last record" not in report(run)  # copies have it anew
     assert f"Continue it: retouch train {run}/config.yaml resume=auto" in report(run)
     lock = RunLock(run)
     lock.take()

@@ -35,7 +35,8 @@ class Status:
     Attributes:
         state: running, finished, stopped, failed (an event of another name), killed, or elsewhere (no end is recorded,
             and the process may be one of another machine).
-        updated: time of the last record in seconds; None without one.
+        updated: time in seconds when metrics.jsonl changed last, which a copy or a resumed start does as well (records
+            have no time); None without a record.
         left: time to the end of a run that is running.
         share: of the optimizer steps that are done.
         commands: what each of them does, and the command.
