@@ -20,6 +20,8 @@ def test_a_line_of_several_seeds_is_their_mean_with_a_band() -> None:
     runs = [train({1: 1.0, 2: 2.0, 3: None, 4: 9.0}), train({1: 3.0, 2: 6.0, 4: math.nan}), {"train": []}]
     [chart] = charts_of([runs, [train({5: 1 / 3})]], {})
     first, second = chart["lines"]
+    assert chart["note"] == "A mean over seeds is of 2 of 3, and of steps 1 to 2, which all of them have."
+    assert charts_of([runs[:1] * 2], {})[0]["note"] == ""
     assert first == {"x": [1, 2], "y": [2.0, 4.0], "low": [1.0, 2.0], "high": [3.0, 6.0]}
     assert second == {"x": [5], "y": [0.333333]}
     repeated = {"train": [{"step": 1, "loss": 1.0}, {"step": 1, "loss": 2.0}]}

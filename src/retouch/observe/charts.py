@@ -80,12 +80,13 @@ def _points(records: Sequence[Record], name: str) -> dict[int, float]:
 
 
 def _line(runs: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:
-    """The points of a line; with several runs, of the steps that all of them have reached."""
-    runs = [run for run in runs if run]
+    """The points of a line; with several runs, of the steps that all of them have reached, with a note on the others.
+    """
+    count, runs = len(runs), [run for run in runs if run]
     if not runs:
         return None
     steps = [step for step in runs[0] if all(step in run for run in runs)]
-    if len(runs) == 1:
+    if count == 1:
         return _thinned({"x": steps, "y": [_short(runs[0][step]) for step in steps]})
     values = [[run[step] for run in runs] for step in steps]
     return _thinned(
@@ -95,7 +96,16 @@ def _line(runs: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:
             "low": [_short(min(of)) for of in values],
             "high": [_short(max(of)) for of in values],
         }
+        | _of_fewer(runs, steps, count)
     )
+
+
+def _of_fewer(runs: Sequence[Mapping[int, float]], steps: Sequence[int], count: int) -> dict[str, str]:
+    """A note where a mean over seeds leaves some of them or some of their steps out."""
+    if len(runs) == count and all(len(run) == len(steps) for run in runs):
+        return {}
+    reached = f"steps {steps[0]} to {steps[-1]}" if steps else "no common step"
+    return {"note": f"A mean over seeds is of {len(runs)} of {count}, and of {reached}, which all of them have."}
 
 
 def _thinned(line: dict[str, Any]) -> dict[str, Any]:

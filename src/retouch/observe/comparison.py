@@ -340,7 +340,10 @@ def _over_seeds(groups: Sequence[Group], columns: Mapping[str, Column]) -> Marku
     """Means of the evaluations over the runs of each line, with the lowest and the highest of them."""
     if all(len(group.runs) == 1 for group in groups):
         return Markup()
-    means = [[columns[run.name].means for run in group.runs if run.name in columns] for group in groups]
+    evaluated = [{run.name: columns[run.name].means for run in group.runs if run.name in columns} for group in groups]
+    ends = [max((one.get("step", 0) for one in of.values()), default=0) for of in evaluated]
+    early = [name for of, end in zip(evaluated, ends, strict=True) for name, one in of.items() if _early(one, end)]
+    means = [[one for name, one in of.items() if name not in early] for of in evaluated]
     lines: list[list[object]] = []
     for measure in measures_of([one for group in means for one in group]):
         found = [[one[measure] for one in group if is_number(one.get(measure))] for group in means]
@@ -348,8 +351,16 @@ def _over_seeds(groups: Sequence[Group], columns: Mapping[str, Column]) -> Marku
             [measure, *(f"{sum(of) / len(of):.4f} [{min(of):.4f}, {max(of):.4f}]" if of else "–" for of in found)]
         )
     head = ["", *(f"{group.letter} {group.title}" for group in groups)]
-    note = "Mean over the seeds of a line [lowest, highest seed], of their last evaluations."
+    note = "Mean over the seeds of a line [lowest, highest seed], of their last evaluations"
+    note += f", of step {', '.join(map(str, dict.fromkeys(ends)))}." if any(ends) else "."
+    note += f" Left out, whose last evaluation is of an earlier step: {', '.join(early)}." if early else ""
     return part("section", "Evaluation over seeds", note, table(Table("over-seeds", head, lines)))
+
+
+def _early(evaluation: Record, end: int) -> bool:
+    """Whether it is of an earlier step than the last one of a line: a run that has not come as far as its other seeds
+    would pull their mean towards the base. Those made for the comparison have no step."""
+    return evaluation.get("step", end) < end
 
 
 def _shown(verdicts: Sequence[str]) -> Markup:
