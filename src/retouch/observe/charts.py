@@ -109,18 +109,21 @@ def _of_fewer(runs: Sequence[Mapping[int, float]], steps: Sequence[int], count: 
 
 
 def _thinned(line: dict[str, Any]) -> dict[str, Any]:
-    """At most `MOST_POINTS` points: the lowest and the highest of each bin, at their own steps."""
+    """At most `MOST_POINTS` points: the lowest and the highest of each bin, of a band too, at their own steps.
+    `thinned`, which says so to page.js: a mean of extremes is not that of the values."""
     count = len(line["x"])
     if count <= MOST_POINTS:
         return line
-    size = -(-count // (MOST_POINTS // 2))
-    kept: list[int] = []
+    extremes = [(min, "y"), (max, "y"), *([(min, "low"), (max, "high")] if "low" in line else [])]
+    size = -(-count // (MOST_POINTS // len(extremes)))
+    kept = {0, count - 1}
     for start in range(0, count, size):
         bin_ = range(start, min(start + size, count))
-        kept += sorted({min(bin_, key=line["y"].__getitem__), max(bin_, key=line["y"].__getitem__)})
-    kept = sorted({0, *kept, count - 1})
-    thin = {name: [values[at] for at in kept] for name, values in line.items()}
-    return thin | {"note": f"The lowest and the highest of every {size} steps are shown."}
+        kept |= {extreme(bin_, key=line[name].__getitem__) for extreme, name in extremes}
+    thin = {name: [line[name][at] for at in sorted(kept)] for name in ("x", "y", "low", "high") if name in line}
+    notes = [line["note"]] if "note" in line else []
+    shown = " ".join([*notes, f"The lowest and the highest of every {size} steps are shown."])
+    return thin | {"thinned": True, "note": shown}
 
 
 def _short(value: float) -> float:
