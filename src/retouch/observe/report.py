@@ -22,7 +22,7 @@ from retouch.observe.charts import charts_of, is_number, measures_of
 from retouch.observe.cost import COUNTED
 from retouch.observe.gallery import gallery, image_inside, shown_file, stored_of
 from retouch.observe.kept import steps_kept
-from retouch.observe.measures import DRIFT, HEADLINE, SECTIONS
+from retouch.observe.measures import DRIFT, SECTIONS, judged
 from retouch.observe.page import Block, Markup, Page, Table, document, part, table
 from retouch.observe.run_dir import (
     MOST_TEXT,
@@ -214,15 +214,15 @@ def judgement(
 ) -> tuple[str, list[str]]:
     """Compare two evaluations: "better", "worse" or "no clear change" by the first measure that both have (text
     accuracy, then the rewards, then drift), and every such measure with its paired difference."""
-    judged = [m for m in (*HEADLINE, *rewards, DRIFT) if is_number(after.get(m)) and is_number(before.get(m))]
-    changes = {m: change_of(before_rows, after_rows, m) for m in judged}
-    parts = [f"{m} {before[m]:.3f} → {after[m]:.3f} ({interval(changes[m]) or 'no interval'})" for m in judged]
-    if not judged:
+    both = [m for m in judged(rewards) if is_number(after.get(m)) and is_number(before.get(m))]
+    changes = {m: change_of(before_rows, after_rows, m) for m in both}
+    parts = [f"{m} {before[m]:.3f} → {after[m]:.3f} ({interval(changes[m]) or 'no interval'})" for m in both]
+    if not both:
         return "nothing to judge", parts
-    examples = len(set(_pairs(before_rows, after_rows, judged[0])[0]))
+    examples = len(set(_pairs(before_rows, after_rows, both[0])[0]))
     if examples < MIN_EXAMPLES:
         return f"not judged: {examples} examples, and a verdict needs {MIN_EXAMPLES}", parts
-    return _word(judged[0], changes[judged[0]]), parts
+    return _word(both[0], changes[both[0]]), parts
 
 
 def _word(measure: str, change: tuple[float, float, float] | None) -> str:
@@ -307,7 +307,7 @@ def _pairs(
 def _gallery_measures(points: Mapping[str, Record], rewards: Mapping[str, Record]) -> list[str]:
     """Those of the evaluations: of a verdict, rewards, then drift, and their parts last."""
     named = measures_of(list(points.values()))
-    first = [name for name in (*HEADLINE, *rewards, DRIFT) if name in named]
+    first = [name for name in judged(rewards) if name in named]
     return list(dict.fromkeys([*first, *(name for name in named if not name.startswith("picture."))]))
 
 
