@@ -275,6 +275,18 @@ def test_large_images_lie_beside_the_page(run: Path, monkeypatch: pytest.MonkeyP
     assert "Compressed with losses" in page.data["gallery"]["note"]
 
 
+@pytest.mark.parametrize("keep", [8, 40, -40])
+def test_a_damaged_image_costs_no_other(run: Path, monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
+    """A run that is killed, or a full disk, may leave one; compressing it ended the report of a larger run."""
+    images = sorted(run.glob("evaluations/*/*.png"))
+    images[0].write_bytes(images[0].read_bytes()[:keep])
+    monkeypatch.setattr("retouch.observe.gallery.MOST_INSIDE", sum(file.stat().st_size for file in images) - 1)
+    page = report(run)
+    shown = [cell for cells in page.data["gallery"]["cells"] for cell in cells if cell]
+    assert len(shown) == len(images) - 1
+    assert all(page.images[cell["i"]].startswith("data:image/") for cell in shown)
+
+
 def test_a_link_in_place_of_an_image_is_not_followed(run: Path, tmp_path: Path) -> None:
     """A run directory may come from anybody: no other file of this machine gets into a page."""
     secret = tmp_path / "secret.png"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import io
+import logging
 import os
 import re
+import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +30,8 @@ from retouch.observe.run_dir import read_own_rows
 
 Record = Mapping[str, Any]
 
+logger = logging.getLogger(__name__)
+
 MOST_INSIDE = 7 << 20
 """Bytes of images inside a page, which is then about 10 MB."""
 
@@ -36,6 +40,9 @@ _MOST_SHRUNK = 25_000_000
 
 _MOST_BYTES = 64 << 20
 """Size of one image."""
+
+_DAMAGED = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+"""Errors of Pillow for a PNG file that is cut off, or whose chunks are broken."""
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -124,6 +131,7 @@ def gallery(
             files.append(file)
         cells.append(line)
     images, note = _sources(files, page, inside)
+    cells = [[cell if cell and images[cell["i"]] else None for cell in line] for line in cells]
     data = {
         "columns": side_by_side,
         "variants": [{"label": column.label} for column in columns],
@@ -132,7 +140,7 @@ def gallery(
         "cells": cells,
         "note": note,
     }
-    return Gallery(data, images, bool(images) and not images[0].startswith("data:"))
+    return Gallery(data, images, any(image and not image.startswith("data:") for image in images))
 
 
 def image_inside(image: Image.Image | bytes) -> str:
@@ -154,7 +162,7 @@ def shown_file(run: Path, place: str) -> bytes | None:
 
 
 def _sources(files: Sequence[Path], page: Path, inside: bool | None) -> tuple[list[str], str]:
-    """Addresses of images, and a sentence on what they are."""
+    """Addresses of images, "" of a damaged one that is left out, and a sentence on what they are."""
     sizes = sum(file.stat().st_size for file in files)
     if inside or (inside is None and sizes <= MOST_INSIDE):
         return [_address("png", read_bounded(file, _MOST_BYTES)) for file in files], ""
@@ -169,12 +177,17 @@ def _shrunk(files: Sequence[Path]) -> list[str] | None:
     """The images as WebP if they then fit into a page."""
     left, images, pixels = MOST_INSIDE, list[str](), 0
     for file in files:
-        with Image.open(file, formats=("PNG",)) as image:
-            pixels += image.width * image.height
-            if pixels > _MOST_SHRUNK:
-                return None
-            stream = io.BytesIO()
-            image.convert("RGB").save(stream, "WEBP", quality=85, method=2)
+        try:
+            with Image.open(file, formats=("PNG",)) as image:
+                pixels += image.width * image.height
+                if pixels > _MOST_SHRUNK:
+                    return None
+                stream = io.BytesIO()
+                image.convert("RGB").save(stream, "WEBP", quality=85, method=2)
+        except _DAMAGED as error:
+            logger.warning("%s: damaged (%s); the page leaves it out", file, error)
+            images.append("")
+            continue
         left -= stream.tell()
         if left < 0:
             return None
