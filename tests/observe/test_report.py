@@ -17,8 +17,8 @@ import pytest
 from PIL import Image
 
 from retouch.config import load_run
-from retouch.observe.comparison import write_comparison
 from retouch.errors import ConfigError
+from retouch.observe.comparison import write_comparison
 from retouch.observe.gallery import image_inside, shown_file
 from retouch.observe.report import change_of, milestones, write_report
 from retouch.observe.run_dir import RunLock
@@ -201,7 +201,7 @@ def test_images_of_one_example_are_one_of_the_interval(run: Path) -> None:
 
 
 def test_evaluations_of_other_settings_are_left_out(run: Path) -> None:
-    """A difference from them would be that of the settings; the gain that `retouch train` prints leaves them out, too."""
+    """A difference from them would be that of the settings; the printed gain leaves them out, too."""
     (run / "config-000003.yaml").write_text((run / "config.yaml").read_text().replace("num_steps: 3", "num_steps: 5"))
     page = report(run)
     assert "No evaluation to compare yet. Evaluations up to step 2 were sampled or scored with other" in page
@@ -210,9 +210,7 @@ def test_evaluations_of_other_settings_are_left_out(run: Path) -> None:
     other = shutil.copytree(run, run.parent / "other")
     rewrite(other, lambda records: [r for r in records if (r["kind"], r["step"]) != ("eval", 4)])
     found = write_comparison({"full": run, "other": other}, run.parent / "compare.html")
-    assert found.verdicts == [] and found.problems == [
-        "other has no evaluation with the settings of its run file yet"
-    ]
+    assert found.verdicts == [] and found.problems == ["other has no evaluation with the settings of its run file yet"]
 
 
 def test_less_drift_is_better(run: Path) -> None:

@@ -80,8 +80,7 @@ def _points(records: Sequence[Record], name: str) -> dict[int, float]:
 
 
 def _line(runs: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:
-    """The points of a line; with several runs, of the steps that all of them have reached, with a note on the others.
-    """
+    """The points of a line; with several runs, of the steps that all of them have reached, with a note on the others."""
     count, runs = len(runs), [run for run in runs if run]
     if not runs:
         return None
