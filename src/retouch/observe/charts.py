@@ -80,7 +80,7 @@ def _points(records: Sequence[Record], name: str) -> dict[int, float]:
 
 
 def _line(runs: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:
-    """The points of a line; with several runs, of the steps that all of them have reached, with a note on the others."""
+    """The points of a line; with several runs, of the steps that all of them have reached, and a note on the others."""
     count, runs = len(runs), [run for run in runs if run]
     if not runs:
         return None
@@ -109,7 +109,7 @@ def _of_fewer(runs: Sequence[Mapping[int, float]], steps: Sequence[int], count: 
 
 def _thinned(line: dict[str, Any]) -> dict[str, Any]:
     """At most `MOST_POINTS` points: the lowest and the highest of each bin, of a band too, at their own steps.
-    `thinned`, which says so to page.js: a mean of extremes is not that of the values."""
+    `thinned`, which tells page.js not to smooth them: a mean of extremes is not that of the values."""
     count = len(line["x"])
     if count <= MOST_POINTS:
         return line

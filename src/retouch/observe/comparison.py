@@ -72,7 +72,7 @@ class RunRecord:
 
     @cached_property
     def evaluations(self) -> list[Record]:
-        """The records of those that were made as the run file says now."""
+        """The records of those that were made by the run file of today."""
         return alike(self.path, self.by_kind["eval"])
 
     @property
