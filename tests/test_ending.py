@@ -32,6 +32,7 @@ def test_a_gain_by_hand() -> None:
     expected = paired_difference([0.5, 0.5, 0.75], [0.0, 0.5, 0.25], [1, 1, 2])
     assert (found["ocr"].mean, found["ocr"].low, found["ocr"].high) == expected
     assert found["ocr"].mean == 0.375  # .25 and .5
+    assert (found["ocr"].before, found["ocr"].after) == (0.25, 0.625)  # whose difference it is
     one = gains(before[:2], after[:2], ["ocr"])["ocr"]
     assert (one.low, one.high) == (None, None) and "one example" in str(one)
     assert str(Gain(0.523, 0.817, 0.294, 0.24, 0.325)) == (
@@ -54,6 +55,25 @@ def test_the_end_of_a_run(finished: Finished) -> None:
         words = shlex.split(line.removeprefix("next: retouch "))
         assert retouch(*words, "--help").code == 0
     json.dumps(end.as_dict())
+
+
+def test_the_gain_is_of_the_measures_of_the_verdict(finished: Finished, tmp_path: Path) -> None:
+    """Without rewards, too: drift alone was the gain of SFT, and a rise of it, which is worse, looked like one."""
+    config = load_run(finished("lora") / "config.yaml", trust=True).model_copy(update={"rewards": {}})
+    records = [{"kind": "eval", "step": s, "moment": m, "images": 2} for s, m in ((0, "start"), (4, "end"))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for step, correlation, drift in ((0, 0.25, 0.0), (4, 0.75, 0.125)):
+        folder = tmp_path / f"evaluations/step-{step:06d}"
+        folder.mkdir(parents=True)
+        values = {"outside_l1": drift, "glyph_correlation": correlation, "other": 1.0}
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row(i, **values)) + "\n" for i in range(2)))
+    end = ending(config, tmp_path)
+    first, second, *_ = end.lines()
+    assert first == ("gain: glyph_correlation +0.500 (95 % interval [+0.500, +0.500]), from 0.250 to 0.750")
+    assert second == (
+        "gain: outside_l1 +0.125 (95 % interval [+0.125, +0.125]), from 0.000 to 0.125 (less is better); 2 training "
+        "images, step 0 to 4"
+    )
 
 
 def test_a_run_without_evaluations_has_no_gain(finished: Finished, tmp_path: Path) -> None:

@@ -531,7 +531,7 @@ def test_the_page_of_two_runs_shows_what_was_sampled(both: tuple[dict[str, Any],
         "compare.html",
     }
     page = (out / "compare.html").read_text()
-    for words in ("<th>base</th><th>full</th><th>lora</th>", "lora − full [95 %]", "eval: preservation"):
+    for words in ("<th>base</th><th>full</th><th>lora</th>", "lora − full [95 %]", "eval/preservation"):
         assert words in page
     assert f"<td>{result['means']['base']['glyph_correlation']:.4f}</td>" in page
     assert page.count("data:image/png;base64,") == 1

@@ -15,6 +15,7 @@ from retouch.config import RunConfig, derive
 from retouch.config.cost import evaluation_forwards, forwards_of
 from retouch.observe import Stopwatch, bar
 from retouch.observe.bar import Pace, TrainingBar, Work
+from retouch.observe.status import time_left
 from retouch.registry import load_attribute
 from retouch.training.build import build
 
@@ -50,6 +51,19 @@ def test_the_time_left_is_that_of_the_phase_and_its_evaluations() -> None:
     pace.see(step(11, 10.0))
     assert pace.left("rl", 11) == 9 * 10.0 + 3 * 3.0  # after steps 12, 16 and 20
     assert Pace({"rl": 20}, eval_every=0).left("rl", 0) is None
+
+
+def test_a_page_has_the_time_left_of_the_bar() -> None:
+    """A second of a warm-up tells nothing of the steps of RL: it was taken for all of them."""
+    config = {"training": {"max_steps": 20, "eval_every": 4}, "algorithm": {"sft_steps": 10}}
+    records = [{"kind": "eval", "step": 0, "time": {"step": 3.0}}]
+    assert time_left(records, config) == ""
+    records += [step(number, 2.0, "warmup") for number in range(1, 9)]
+    assert time_left(records, config) == "0:00:07 to RL"  # two steps and the evaluation after step 10
+    records += [step(number, 2.0, "warmup") for number in (9, 10)]
+    assert time_left(records, config) == ""
+    records += [step(11, 10.0), {"kind": "eval", "step": 10, "time": {"step": 5.0}}]
+    assert time_left(records, config) == "0:01:45 left"  # nine steps, and after steps 12, 16 and 20
 
 
 class Counts:

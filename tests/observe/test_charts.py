@@ -20,6 +20,8 @@ def test_a_line_of_several_seeds_is_their_mean_with_a_band() -> None:
     runs = [train({1: 1.0, 2: 2.0, 3: None, 4: 9.0}), train({1: 3.0, 2: 6.0, 4: math.nan}), {"train": []}]
     [chart] = charts_of([runs, [train({5: 1 / 3})]], {})
     first, second = chart["lines"]
+    assert chart["note"] == "A mean over seeds is of 2 of 3, and of steps 1 to 2, which all of them have."
+    assert charts_of([runs[:1] * 2], {})[0]["note"] == ""
     assert first == {"x": [1, 2], "y": [2.0, 4.0], "low": [1.0, 2.0], "high": [3.0, 6.0]}
     assert second == {"x": [5], "y": [0.333333]}
     repeated = {"train": [{"step": 1, "loss": 1.0}, {"step": 1, "loss": 2.0}]}
@@ -40,6 +42,24 @@ def test_a_long_line_keeps_the_lowest_and_the_highest_of_each_bin() -> None:
         inside = [y for x, y in zip(line["x"], line["y"], strict=True) if start <= x < start + 5]
         true = [values[step] for step in range(start, start + 5)]
         assert (min(inside), max(inside)) == (float(f"{min(true):.6g}"), float(f"{max(true):.6g}"))
+
+
+def test_a_long_band_keeps_its_edges() -> None:
+    """The mean of two seeds hides where one is high and the other low; a mean of extremes would be no smooth curve."""
+    draw = random.Random(0)
+    seeds = [{step: draw.random() for step in range(1, 10_001)} for _ in range(3)]
+    seeds[0][5001], seeds[1][5001] = 50.0, -50.0
+    del seeds[2][10_000]
+    [chart] = charts_of([[train(dict(values)) for values in seeds]], {})
+    [line] = chart["lines"]
+    assert line["thinned"] and len(line["x"]) == len(line["low"]) <= MOST_POINTS + 2 and line["x"] == sorted(line["x"])
+    assert chart["note"].startswith("A mean over seeds is of 3 of 3, and of steps 1 to 9999, which all of them have. ")
+    assert chart["note"].endswith("The lowest and the highest of every 10 steps are shown.")
+    for start in range(1, 10_000, 10):
+        shown = [at for at, step in enumerate(line["x"]) if start <= step < start + 10]
+        true = [sorted(seed[step] for seed in seeds) for step in range(start, min(start + 10, 10_000))]
+        assert min(line["low"][at] for at in shown) == float(f"{min(of[0] for of in true):.6g}")
+        assert max(line["high"][at] for at in shown) == float(f"{max(of[-1] for of in true):.6g}")
 
 
 def test_the_order_is_that_of_the_sections_and_gold_rewards_come_first() -> None:

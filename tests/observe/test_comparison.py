@@ -227,6 +227,19 @@ def test_runs_that_differ_in_their_seed_alone_are_one_line(runs: tuple[Path, Pat
     assert "No samples of fast1: its last evaluation kept no images" in page
 
 
+def test_a_seed_that_has_not_come_as_far_is_in_no_mean(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its last evaluation is of an earlier step: the mean would be of different amounts of training."""
+    names = ("s0", "s1", "s2")
+    for name in names:
+        changed(shutil.copytree(runs[0], tmp_path / name), "\nseed: 5\n", f"\nseed: {name[-1]}\n")
+        scored(tmp_path / name, [0.25 * (1 + int(name[-1]))] * 2)
+    rewrite(tmp_path / "s2", lambda records: [r for r in records if r["step"] < 4])
+    page, _, _ = compared(tmp_path, *(tmp_path / name for name in names))
+    assert "of their last evaluations, of step 4. Left out, whose last evaluation is of an earlier step: s2." in page
+    assert "ocr.ned 0.3750 [0.2500, 0.5000]" in page
+    assert page.curve("train/loss")["note"].startswith("A mean over seeds is of 3 of 3, and of steps 1 to 3, which")
+
+
 def test_the_command(runs: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "new/page.html"
     outcome = retouch("compare", *runs, "--out", out)

@@ -16,8 +16,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from retouch.config import load_run
+from retouch.errors import ConfigError
+from retouch.observe.comparison import write_comparison
+from retouch.observe.gallery import image_inside, shown_file
 from retouch.observe.report import change_of, milestones, write_report
 from retouch.observe.run_dir import RunLock
+from retouch.use.ending import ending
 from tests.command_line import retouch
 
 VOID = {"meta", "img", "input", "link"}
@@ -195,6 +200,19 @@ def test_images_of_one_example_are_one_of_the_interval(run: Path) -> None:
     assert (mean, low, high) == pytest.approx((0.1, 0.1 - 0.0938638, 0.1 + 0.0938638), abs=1e-6)  # s = .0894427
 
 
+def test_evaluations_of_other_settings_are_left_out(run: Path) -> None:
+    """A difference from them would be that of the settings; the printed gain leaves them out, too."""
+    (run / "config-000003.yaml").write_text((run / "config.yaml").read_text().replace("num_steps: 3", "num_steps: 5"))
+    page = report(run)
+    assert "No evaluation to compare yet. Evaluations up to step 2 were sampled or scored with other" in page
+    assert "last (step 4)" in page and "base (step 0)" not in page and "warmed up (step 2)" not in page
+    assert ending(load_run(run / "config.yaml", trust=True), run).gains == {}
+    other = shutil.copytree(run, run.parent / "other")
+    rewrite(other, lambda records: [r for r in records if (r["kind"], r["step"]) != ("eval", 4)])
+    found = write_comparison({"full": run, "other": other}, run.parent / "compare.html")
+    assert found.verdicts == [] and found.problems == ["other has no evaluation with the settings of its run file yet"]
+
+
 def test_less_drift_is_better(run: Path) -> None:
     for step, level in ((2, 0.5), (4, 0.1)):
         file = run / "evaluations" / f"step-00000{step}" / "rows.jsonl"
@@ -226,6 +244,20 @@ def test_what_ocr_read_stands_beside_its_image(run: Path) -> None:
     assert "MOON MCCN MOCN MOON" in page
 
 
+def test_files_without_a_record_are_not_shown(run: Path) -> None:
+    """A run that was killed and went on from an earlier checkpoint has left them; a file is no folder of images."""
+    before = report(run)
+    shutil.copytree(run / "evaluations/step-000004", run / "evaluations/step-000009")
+    shutil.copytree(run / "images/step-000004", run / "images/step-000009")
+    for place in ("evaluation.png", "rollouts.png"):
+        Image.new("RGB", (1, 1)).save(run / "images/step-000009" / place)
+    (run / "evaluations/step-000003").write_text("")
+    rewrite(run, lambda records: [*records, {"step": 3, "kind": "eval", "moment": "step", "images": 1}])
+    rewrite(run, lambda records: sorted(records, key=lambda record: record["step"]))
+    after = report(run)
+    assert (after.images, after.fetched) == (before.images, before.fetched)
+
+
 def test_large_images_lie_beside_the_page(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones are compressed before; in a single file they are whole."""
     whole = report(run).images
@@ -241,6 +273,18 @@ def test_large_images_lie_beside_the_page(run: Path, monkeypatch: pytest.MonkeyP
     assert "Compressed with losses" in page.data["gallery"]["note"]
 
 
+@pytest.mark.parametrize("keep", [8, 40, -40])
+def test_a_damaged_image_costs_no_other(run: Path, monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
+    """A run that is killed, or a full disk, may leave one; compressing it ended the report of a larger run."""
+    images = sorted(run.glob("evaluations/*/*.png"))
+    images[0].write_bytes(images[0].read_bytes()[:keep])
+    monkeypatch.setattr("retouch.observe.gallery.MOST_INSIDE", sum(file.stat().st_size for file in images) - 1)
+    page = report(run)
+    shown = [cell for cells in page.data["gallery"]["cells"] for cell in cells if cell]
+    assert len(shown) == len(images) - 1
+    assert all(page.images[cell["i"]].startswith("data:image/") for cell in shown)
+
+
 def test_a_link_in_place_of_an_image_is_not_followed(run: Path, tmp_path: Path) -> None:
     """A run directory may come from anybody: no other file of this machine gets into a page."""
     secret = tmp_path / "secret.png"
@@ -252,6 +296,33 @@ def test_a_link_in_place_of_an_image_is_not_followed(run: Path, tmp_path: Path) 
     before = report(run)
     held = base64.b64encode(secret.read_bytes()).decode()
     assert held not in (run / "report.html").read_text() and len(before.images) == 1  # of step 0
+
+
+def test_nothing_behind_a_link_is_shown(run: Path, tmp_path: Path) -> None:
+    """Also where a folder is the link; a run directory that is one itself is as good as any."""
+    (tmp_path / "linked").symlink_to(run)
+    assert report(tmp_path / "linked").images == report(run).images != []
+    secret = shutil.copytree(run / "evaluations/step-000004", tmp_path / "secret")
+    (secret / "private.json").write_text('{"password": "of-another"}')
+    image = secret / "00000.png"
+    Image.new("RGB", (3, 3)).save(image)
+    (secret / "rows.jsonl").write_text(json.dumps({"example": 0, "index": 0, "text": "of-another", "ocr.ned": 1.0}))
+    shutil.rmtree(run / "evaluations/step-000004")
+    (run / "evaluations/step-000004").symlink_to(secret)
+    (run / "environment.json").unlink()
+    (run / "environment.json").symlink_to(secret / "private.json")
+    page = report(run)
+    assert "of-another" not in (run / "report.html").read_text() and "not readable: no file of the run itself" in page
+    assert image_inside(image.read_bytes()) not in page.images and len(page.images) == 2
+    assert shown_file(run, "evaluations/step-000002/00000.png") is not None
+    assert shown_file(run, "evaluations/step-000004/00000.png") is None
+    other = shutil.copytree(run, tmp_path / "other", symlinks=True)
+    write_comparison({"a": run, "b": other}, tmp_path / "compare.html")
+    assert "of-another" not in (tmp_path / "compare.html").read_text()
+    (run / "config.yaml").rename(secret / "config.yaml")
+    (run / "config.yaml").symlink_to(secret / "config.yaml")
+    with pytest.raises(ConfigError, match="which is a link to"):
+        report(run)
 
 
 def test_words_from_data_are_never_markup(run: Path) -> None:
@@ -278,6 +349,7 @@ def test_a_run_that_is_still_going_or_was_killed(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 5, "kind": "tra')
     assert "Killed step 4 of 4: no process holds the run any more" in report(run)
+    assert "metrics.jsonl changed 2" in report(run) and "Last record" not in report(run)  # copies have it anew
     assert f"Continue it: retouch train {run}/config.yaml resume=auto" in report(run)
     lock = RunLock(run)
     lock.take()
@@ -287,6 +359,11 @@ def test_a_run_that_is_still_going_or_was_killed(run: Path) -> None:
         lock.release()
     (run / ".lock").write_text("7\nanother-host\n")
     assert "No end recorded step 4 of 4: it ran on another machine" in report(run)
+    assert "Continue it" not in report(run)
+    (run / ".lock").write_text("7\n")  # of an earlier version; a copy of a run has no lock at all
+    page = report(run)
+    assert "No end recorded step 4 of 4: the machine that it ran on is not recorded" in page
+    assert "Continue it" not in page and "it ran on another machine" not in page
 
 
 def test_a_run_that_was_stopped_and_goes_on(run: Path) -> None:

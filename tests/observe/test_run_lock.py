@@ -54,6 +54,27 @@ def test_another_process_is_refused_until_the_first_dies(tmp_path: Path) -> None
     RunLock(tmp_path).require_free()
 
 
+@pytest.mark.parametrize("use", [RunLock.take, RunLock.require_free])
+def test_a_page_that_is_watched_refuses_no_start(
+    use: Callable[[RunLock], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shares the lock for an instant, to see who holds it."""
+    (tmp_path / ".lock").touch()
+    lock, flock, asked = RunLock(tmp_path), fcntl.flock, list[int]()
+
+    def held_once(file: int, operation: int) -> None:
+        asked.append(operation)
+        if len(asked) == 1:
+            raise BlockingIOError(errno.EWOULDBLOCK, "held")
+        flock(file, operation)
+
+    monkeypatch.setattr("retouch.observe.run_dir._PROBES_S", 60)
+    monkeypatch.setattr(fcntl, "flock", held_once)
+    use(lock)
+    lock.release()
+    assert asked[:2] == [fcntl.LOCK_EX | fcntl.LOCK_NB] * 2
+
+
 def test_a_file_system_without_locks_is_warned_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -137,6 +137,19 @@ def read_bounded(path: Path, most: int) -> bytes:
     return path.read_bytes()
 
 
+def is_own(folder: Path, path: Path, most: int) -> bool:
+    """Whether a file of a folder, which may come from anybody, may be shown: neither it nor a folder on the way is a
+    link that leads out, to any file of this machine, and it has `most` bytes at most. A missing file may; the folder
+    itself may be a link.
+    """
+    try:
+        if path.is_symlink() or not path.resolve().is_relative_to(folder.resolve()):
+            return False
+        return not path.exists() or (path.is_file() and path.stat().st_size <= most)
+    except (OSError, RuntimeError):  # a circle of links, or where this user may not look
+        return False
+
+
 @contextmanager
 def only_writer(folder: Path, option: str = "--out") -> Iterator[None]:
     """Within it, no other process gets here for the same folder. The kernel ends the lock with this process; on file

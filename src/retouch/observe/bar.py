@@ -178,6 +178,11 @@ class Pace:
         return work.of_step[phase] * self._evaluation / work.of_evaluation
 
 
+def shown_left(seconds: float, phase: str) -> str:
+    """The time to the end of a phase, such as `0:04:10 left`."""
+    return f"{timedelta(seconds=round(max(0.0, seconds)))} {'to RL' if phase == 'warmup' else 'left'}"
+
+
 class TrainingBar:
     """The bar of a run, shown inside its context.
 
@@ -258,8 +263,7 @@ class TrainingBar:
             return ""
         phase = self._phase()
         about = "" if self.pace.is_measured(phase) else "about "
-        seconds = timedelta(seconds=round(max(0.0, self._over - time.monotonic())))
-        return f"{about}{seconds} to RL" if phase == "warmup" else f"{about}{seconds} left"
+        return about + shown_left(self._over - time.monotonic(), phase)
 
     def _line(self) -> str:
         parts = [self._loss] if self._loss else []

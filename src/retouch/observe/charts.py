@@ -80,12 +80,12 @@ def _points(records: Sequence[Record], name: str) -> dict[int, float]:
 
 
 def _line(runs: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:
-    """The points of a line; with several runs, of the steps that all of them have reached."""
-    runs = [run for run in runs if run]
+    """The points of a line; with several runs, of the steps that all of them have reached, and a note on the others."""
+    count, runs = len(runs), [run for run in runs if run]
     if not runs:
         return None
     steps = [step for step in runs[0] if all(step in run for run in runs)]
-    if len(runs) == 1:
+    if count == 1:
         return _thinned({"x": steps, "y": [_short(runs[0][step]) for step in steps]})
     values = [[run[step] for run in runs] for step in steps]
     return _thinned(
@@ -95,22 +95,34 @@ def _line(runs: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:
             "low": [_short(min(of)) for of in values],
             "high": [_short(max(of)) for of in values],
         }
+        | _of_fewer(runs, steps, count)
     )
 
 
+def _of_fewer(runs: Sequence[Mapping[int, float]], steps: Sequence[int], count: int) -> dict[str, str]:
+    """A note where a mean over seeds leaves some of them or some of their steps out."""
+    if len(runs) == count and all(len(run) == len(steps) for run in runs):
+        return {}
+    reached = f"steps {steps[0]} to {steps[-1]}" if steps else "no common step"
+    return {"note": f"A mean over seeds is of {len(runs)} of {count}, and of {reached}, which all of them have."}
+
+
 def _thinned(line: dict[str, Any]) -> dict[str, Any]:
-    """At most `MOST_POINTS` points: the lowest and the highest of each bin, at their own steps."""
+    """At most `MOST_POINTS` points: the lowest and the highest of each bin, of a band too, at their own steps.
+    `thinned`, which tells page.js not to smooth them: a mean of extremes is not that of the values."""
     count = len(line["x"])
     if count <= MOST_POINTS:
         return line
-    size = -(-count // (MOST_POINTS // 2))
-    kept: list[int] = []
+    extremes = [(min, "y"), (max, "y"), *([(min, "low"), (max, "high")] if "low" in line else [])]
+    size = -(-count // (MOST_POINTS // len(extremes)))
+    kept = {0, count - 1}
     for start in range(0, count, size):
         bin_ = range(start, min(start + size, count))
-        kept += sorted({min(bin_, key=line["y"].__getitem__), max(bin_, key=line["y"].__getitem__)})
-    kept = sorted({0, *kept, count - 1})
-    thin = {name: [values[at] for at in kept] for name, values in line.items()}
-    return thin | {"note": f"The lowest and the highest of every {size} steps are shown."}
+        kept |= {extreme(bin_, key=line[name].__getitem__) for extreme, name in extremes}
+    thin = {name: [line[name][at] for at in sorted(kept)] for name in ("x", "y", "low", "high") if name in line}
+    notes = [line["note"]] if "note" in line else []
+    shown = " ".join([*notes, f"The lowest and the highest of every {size} steps are shown."])
+    return thin | {"thinned": True, "note": shown}
 
 
 def _short(value: float) -> float:

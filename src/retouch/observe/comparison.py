@@ -11,7 +11,7 @@ import string
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ from retouch.observe.report import (
     tone,
     verdict,
 )
-from retouch.observe.run_dir import read_config, read_metrics, reading_records
-from retouch.observe.settings import by_dotted_key, differing, sampling_differences, scoring_differences
+from retouch.observe.run_dir import read_config, read_metrics, reading_records, require_own
+from retouch.observe.settings import alike, by_dotted_key, differing, sampling_differences, scoring_differences
 from retouch.rewards.judge import with_judge
 
 _HOW_READ = (
@@ -69,6 +69,11 @@ class RunRecord:
     path: Path
     config: Record
     by_kind: dict[str, list[Record]]
+
+    @cached_property
+    def evaluations(self) -> list[Record]:
+        """The records of those that were made by the run file of today."""
+        return alike(self.path, self.by_kind["eval"])
 
     @property
     def rewards(self) -> Record:
@@ -158,11 +163,11 @@ def write_comparison(
 
 def _write(runs: Mapping[str, Path], out: Path, sampled: Sampled | None, inside: bool | None) -> Comparison:
     records = [_read(name, path) for name, path in runs.items()]
-    columns = sampled.columns if sampled else {r.name: _last_evaluation(r) for r in records if r.by_kind["eval"]}
+    columns = sampled.columns if sampled else {r.name: _last_evaluation(r) for r in records if r.evaluations}
     conflicts = {} if sampled else {**sampling_conflicts(records), **example_conflicts(records)}
     paired = [record for record in records if record.name in columns and record.name not in conflicts]
     paired = paired if records[0] in paired else []
-    unevaluated = [f"{record.name} has no evaluation yet" for record in records if not record.by_kind["eval"]]
+    unevaluated = [f"{record.name} has {_no_evaluation(record)}" for record in records if not record.evaluations]
     problems = [] if sampled else [*conflicts.values(), *reward_conflicts(records), *unevaluated]
     left_out = {run.name: set() if sampled else set(_scored_differently(records[0], run)) for run in records}
     verdicts = _verdicts(paired, columns, left_out)
@@ -294,19 +299,20 @@ def reward_conflicts(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _read(name: str, path: Path) -> RunRecord:
+    require_own(path)
     config = completed(read_config(path))  # with defaults for keys of newer versions
     return RunRecord(name, path, config, records_by_kind(read_metrics(path / "metrics.jsonl")))
 
 
 def _last_evaluation(run: RunRecord) -> Column:
-    last = run.by_kind["eval"][-1]
+    last = run.evaluations[-1]
     title = f"{run.name} (step {last['step']}, {last['images']} images)"
     return Column(title, last, rows_of(run.path, last))
 
 
 def _texts_differ(one: RunRecord, other: RunRecord) -> bool:
     """Whether examples of one id have different texts in the last evaluations."""
-    if not (one.by_kind["eval"] and other.by_kind["eval"]):
+    if not (one.evaluations and other.evaluations):
         return False
     texts = {row["example"]: row.get("text") for row in _last_evaluation(one).rows}
     return any(texts.get(row["example"], row.get("text")) != row.get("text") for row in _last_evaluation(other).rows)
@@ -334,7 +340,10 @@ def _over_seeds(groups: Sequence[Group], columns: Mapping[str, Column]) -> Marku
     """Means of the evaluations over the runs of each line, with the lowest and the highest of them."""
     if all(len(group.runs) == 1 for group in groups):
         return Markup()
-    means = [[columns[run.name].means for run in group.runs if run.name in columns] for group in groups]
+    evaluated = [{run.name: columns[run.name].means for run in group.runs if run.name in columns} for group in groups]
+    ends = [max((one.get("step", 0) for one in of.values()), default=0) for of in evaluated]
+    early = [name for of, end in zip(evaluated, ends, strict=True) for name, one in of.items() if _early(one, end)]
+    means = [[one for name, one in of.items() if name not in early] for of in evaluated]
     lines: list[list[object]] = []
     for measure in measures_of([one for group in means for one in group]):
         found = [[one[measure] for one in group if is_number(one.get(measure))] for group in means]
@@ -342,8 +351,16 @@ def _over_seeds(groups: Sequence[Group], columns: Mapping[str, Column]) -> Marku
             [measure, *(f"{sum(of) / len(of):.4f} [{min(of):.4f}, {max(of):.4f}]" if of else "–" for of in found)]
         )
     head = ["", *(f"{group.letter} {group.title}" for group in groups)]
-    note = "Mean over the seeds of a line [lowest, highest seed], of their last evaluations."
+    note = "Mean over the seeds of a line [lowest, highest seed], of their last evaluations"
+    note += f", of step {', '.join(map(str, dict.fromkeys(ends)))}." if any(ends) else "."
+    note += f" Left out, whose last evaluation is of an earlier step: {', '.join(early)}." if early else ""
     return part("section", "Evaluation over seeds", note, table(Table("over-seeds", head, lines)))
+
+
+def _early(evaluation: Record, end: int) -> bool:
+    """Whether it is of an earlier step than the last one of a line: a run that has not come as far as its other seeds
+    would pull their mean towards the base. Those made for the comparison have no step."""
+    return evaluation.get("step", end) < end
 
 
 def _shown(verdicts: Sequence[str]) -> Markup:
@@ -391,7 +408,7 @@ def _gallery(paired: Sequence[RunRecord], page: Path, inside: bool | None) -> Ga
 
 
 def _last_stored(run: RunRecord) -> list[Stored]:
-    return stored_of(run.path, [run.by_kind["eval"][-1]["step"]]) if run.by_kind["eval"] else []
+    return stored_of(run.path, [one["step"] for one in run.evaluations[-1:]])
 
 
 def _samples(
@@ -407,13 +424,17 @@ def _samples(
 
 
 def _why_no_samples(run: RunRecord, first: RunRecord, conflicts: Mapping[str, str]) -> str:
-    if not run.by_kind["eval"]:
-        return "it has no evaluation yet"
+    if not run.evaluations:
+        return f"it has {_no_evaluation(run)}"
     if not _last_stored(run):
         return "its last evaluation kept no images; set evaluation.grid_examples"
     if run.name in conflicts:
         return f"they are not of the examples and settings of {first.name}"
     return f"{first.name}, with which they would be paired, has none"
+
+
+def _no_evaluation(run: RunRecord) -> str:
+    return "no evaluation with the settings of its run file yet" if run.by_kind["eval"] else "no evaluation yet"
 
 
 def _differences(runs: Sequence[RunRecord]) -> Markup:

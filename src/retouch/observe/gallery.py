@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import io
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +22,15 @@ from urllib.parse import quote
 from PIL import Image
 
 from retouch.errors import ConfigError
-from retouch.files.disk import read_bounded
+from retouch.files.disk import is_own, read_bounded
 from retouch.observe.charts import is_number
 from retouch.observe.kept import steps_kept
 from retouch.observe.measures import DRIFT, HEADLINE
-from retouch.observe.run_dir import read_rows
+from retouch.observe.run_dir import read_own_rows
 
 Record = Mapping[str, Any]
+
+logger = logging.getLogger(__name__)
 
 MOST_INSIDE = 7 << 20
 """Bytes of images inside a page, which is then about 10 MB."""
@@ -37,11 +41,14 @@ _MOST_SHRUNK = 25_000_000
 _MOST_BYTES = 64 << 20
 """Size of one image."""
 
+_DAMAGED = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+"""Errors of Pillow for a PNG file that is cut off, or whose chunks are broken."""
+
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 _NAME = re.compile(r"\d{5,}\.png")
 
-SHOWN = re.compile(r"(?:evaluations/step-\d{6,}/\d{5,}|images/step-\d{6,}/(?:evaluation|rollouts))\.png")
+_SHOWN = re.compile(r"(?:evaluations/step-\d{6,}/\d{5,}|images/step-\d{6,}/(?:evaluation|rollouts))\.png")
 """Images of a run directory that a page refers to, relative to it."""
 
 
@@ -75,17 +82,17 @@ class Gallery:
     beside: bool
 
 
-def stored_of(run: Path, steps: Sequence[int] | None = None) -> list[Stored]:
+def stored_of(run: Path, steps: Collection[int]) -> list[Stored]:
     """The evaluations of a run directory with images, oldest first.
 
     Args:
-        steps: those that are wanted; None: all.
+        steps: of records of evaluations: a run that was killed and resumed may have left files of others.
     """
     found: list[Stored] = []
     for step, folder in steps_kept(run / "evaluations").items():
-        if steps is None or step in steps:
-            rows = _rows(folder)
-            files = [file for file in sorted(folder.iterdir()) if _NAME.fullmatch(file.name)]
+        if step in steps:
+            rows = _rows(run, folder)
+            files = [file for file in sorted(folder.glob("*.png")) if _NAME.fullmatch(file.name)]
             kept = [(rows[at], file) for file in files if (at := int(file.stem)) < len(rows) and _is_image(file)]
             if kept:
                 found.append(Stored(f"step {step}", [row for row, _ in kept], [file for _, file in kept]))
@@ -124,6 +131,7 @@ def gallery(
             files.append(file)
         cells.append(line)
     images, note = _sources(files, page, inside)
+    cells = [[cell if cell and images[cell["i"]] else None for cell in line] for line in cells]
     data = {
         "columns": side_by_side,
         "variants": [{"label": column.label} for column in columns],
@@ -132,29 +140,29 @@ def gallery(
         "cells": cells,
         "note": note,
     }
-    return Gallery(data, images, bool(images) and not images[0].startswith("data:"))
+    return Gallery(data, images, any(image and not image.startswith("data:") for image in images))
 
 
-def image_inside(image: Image.Image | Path) -> str | None:
-    """An image, or a PNG file, as an address inside a page; None where the file is none."""
-    if isinstance(image, Image.Image):
-        stream = io.BytesIO()
-        image.save(stream, "PNG")
-        return _address("png", stream.getvalue())
-    return _address("png", read_bounded(image, _MOST_BYTES)) if _is_image(image) else None
+def image_inside(image: Image.Image | bytes) -> str:
+    """An image, or the content of a PNG file, as an address inside a page."""
+    if isinstance(image, bytes):
+        return _address("png", image)
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return _address("png", stream.getvalue())
 
 
 def shown_file(run: Path, place: str) -> bytes | None:
     """The content of an image of a run directory, by its place in it; None for anything that no page refers to."""
-    if not SHOWN.fullmatch(place) or not _is_image(run / place):
+    if not _SHOWN.fullmatch(place) or not is_own(run, run / place, _MOST_BYTES) or not _is_image(run / place):
         return None
-    with suppress(OSError):  # deleted meanwhile, or too large
+    with suppress(OSError):  # deleted meanwhile
         return read_bounded(run / place, _MOST_BYTES)
     return None
 
 
 def _sources(files: Sequence[Path], page: Path, inside: bool | None) -> tuple[list[str], str]:
-    """Addresses of images, and a sentence on what they are."""
+    """Addresses of images, "" of a damaged one that is left out, and a sentence on what they are."""
     sizes = sum(file.stat().st_size for file in files)
     if inside or (inside is None and sizes <= MOST_INSIDE):
         return [_address("png", read_bounded(file, _MOST_BYTES)) for file in files], ""
@@ -169,12 +177,17 @@ def _shrunk(files: Sequence[Path]) -> list[str] | None:
     """The images as WebP if they then fit into a page."""
     left, images, pixels = MOST_INSIDE, list[str](), 0
     for file in files:
-        with Image.open(file, formats=("PNG",)) as image:
-            pixels += image.width * image.height
-            if pixels > _MOST_SHRUNK:
-                return None
-            stream = io.BytesIO()
-            image.convert("RGB").save(stream, "WEBP", quality=85, method=2)
+        try:
+            with Image.open(file, formats=("PNG",)) as image:
+                pixels += image.width * image.height
+                if pixels > _MOST_SHRUNK:
+                    return None
+                stream = io.BytesIO()
+                image.convert("RGB").save(stream, "WEBP", quality=85, method=2)
+        except _DAMAGED as error:
+            logger.warning("%s: damaged (%s); the page leaves it out", file, error)
+            images.append("")
+            continue
         left -= stream.tell()
         if left < 0:
             return None
@@ -182,10 +195,10 @@ def _shrunk(files: Sequence[Path]) -> list[str] | None:
     return images
 
 
-def _rows(folder: Path) -> list[Record]:
-    """The rows of an evaluation; none where the file is damaged: a page must show the rest."""
+def _rows(run: Path, folder: Path) -> list[Record]:
+    """The rows of an evaluation; none where the file is damaged, or in another place: a page must show the rest."""
     try:
-        rows: list[Record] = [*read_rows(folder / "rows.jsonl")]
+        rows: list[Record] = [*read_own_rows(run, folder / "rows.jsonl")]
     except ConfigError:
         return []
     return rows if all(type(row.get(key)) is int for row in rows for key in ("example", "index")) else []
@@ -212,10 +225,10 @@ def _finite(value: object) -> float | None:
 
 
 def _is_image(file: Path) -> bool:
-    """Whether it is a PNG file of the folder itself: a run directory may come from anybody, and a link may lead to any
-    file of this machine."""
+    """Whether it is a PNG file of its folder: a run directory may come from anybody, and a link may lead to any file of
+    this machine."""
     try:
-        if file.is_symlink() or not file.is_file():
+        if file.is_symlink() or not file.is_file() or file.stat().st_size > _MOST_BYTES:
             return False
         with file.open("rb") as stream:
             return stream.read(len(_PNG)) == _PNG

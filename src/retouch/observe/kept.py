@@ -28,9 +28,9 @@ _MOST_BYTES = 1 << 30
 """Size of a rows.jsonl, at most."""
 
 
-def steps_kept(evaluations: Path) -> dict[int, Path]:
-    """Step -> folder of the evaluations of a run, first ones first."""
-    named = ((re.fullmatch(r"step-(\d{6,})", folder.name), folder) for folder in evaluations.glob("step-*"))
+def steps_kept(part: Path) -> dict[int, Path]:
+    """Step -> folder of the evaluations or images of a run, first ones first."""
+    named = ((re.fullmatch(r"step-(\d{6,})", folder.name), folder) for folder in part.glob("step-*"))
     return dict(sorted((int(match[1]), folder) for match, folder in named if match))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,11 @@ WHOLE = ("combined_score", "combined", "reward")
 HEADLINE = ("ocr.ned", "ocr.exact", "glyph_correlation")
 DRIFT = "outside_l1"
 """Measures of a verdict, if the run has them; the first one is judged. Less drift is better, more of the others."""
+
+
+def judged(rewards: Iterable[str]) -> list[str]:
+    """Measures of a verdict and of a printed gain, the first one of which that a run has decides."""
+    return list(dict.fromkeys((*HEADLINE, *rewards, DRIFT)))
 
 
 @dataclass(frozen=True)

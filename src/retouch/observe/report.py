@@ -17,13 +17,22 @@ from urllib.parse import quote
 
 from retouch.errors import RetouchError
 from retouch.files import plain_json
-from retouch.files.disk import write_whole
+from retouch.files.disk import is_own, write_whole
 from retouch.observe.charts import charts_of, is_number, measures_of
 from retouch.observe.cost import COUNTED
-from retouch.observe.gallery import SHOWN, gallery, image_inside, stored_of
-from retouch.observe.measures import DRIFT, HEADLINE, SECTIONS
+from retouch.observe.gallery import gallery, image_inside, shown_file, stored_of
+from retouch.observe.kept import steps_kept
+from retouch.observe.measures import DRIFT, SECTIONS, judged
 from retouch.observe.page import Block, Markup, Page, Table, document, part, table
-from retouch.observe.run_dir import read_config, read_metrics, read_rows, reading_records
+from retouch.observe.run_dir import (
+    MOST_TEXT,
+    read_config,
+    read_metrics,
+    read_own_rows,
+    reading_records,
+    require_own,
+)
+from retouch.observe.settings import alike
 from retouch.observe.statistics import MIN_EXAMPLES, paired_difference
 from retouch.observe.status import status_of
 from retouch.observe.timing import PARTS
@@ -82,21 +91,24 @@ def page_of(run: Path, *, inside: bool | None, live: bool) -> Page:
     Raises:
         ConfigError: not a run directory.
     """
+    require_own(run)
     config = read_config(run)
     records = read_metrics(run / "metrics.jsonl")
     by_kind = records_by_kind(records)
     rewards = config.get("rewards") or {}
     timed = by_kind["train"] + [record for record in by_kind["eval"] if "time" in record]
-    points = milestones(by_kind["eval"])
+    compared = alike(run, by_kind["eval"])
+    points = milestones(compared)
     rows = {name: rows_of(run, record) for name, record in points.items()}
-    images = gallery(stored_of(run), run / "report.html", _gallery_measures(points, rewards), inside=inside)
+    stored = stored_of(run, {record["step"] for record in by_kind["eval"]})
+    images = gallery(stored, run / "report.html", _gallery_measures(points, rewards), inside=inside)
     last_two = list(rows.values())[-2:] if _has_trained(points, by_kind) else []
     return Page(
         str(config["name"]),
         [
             Block("html", "subtitle", part("line", subtitle(config, by_kind))),
             Block("html", "status", part("status", status_of(run, config, records, live=live))),
-            Block("html", "verdict", _verdict(points, rows, list(rewards))),
+            Block("html", "verdict", _verdict(points, rows, list(rewards)) + _left_out(by_kind["eval"], compared)),
             Block("tools"),
             *(Block("charts", key, title=SECTIONS[key]) for key in ("reward", "measures")),
             Block("html", "evaluation", _evaluations(points, rows) + _transfer_section(last_two, rewards)),
@@ -104,7 +116,7 @@ def page_of(run: Path, *, inside: bool | None, live: bool) -> Page:
             Block("html", "readings", "" if images.images else _readings(rows)),
             *(Block("charts", key, title=SECTIONS[key]) for key in ("loss", "ratio", "kl", "gradient")),
             Block("charts", "rest", title=SECTIONS["rest"], folded=True),
-            Block("html", "grids", _grids(run, inside=not images.beside and inside is not False)),
+            Block("html", "grids", _grids(run, by_kind, inside=not images.beside and inside is not False)),
             Block("html", "time", _time_split(timed)),
             Block("html", "costs", _costs(by_kind["train"], timed)),
             Block("html", "details", _details(run)),
@@ -163,6 +175,18 @@ def _verdict(points: dict[str, Record], rows: dict[str, list[Record]], rewards: 
     return verdict(Verdict(f"{word[:1].upper()}{word[1:]}:", text, _TONES.get(word, "")))
 
 
+def _left_out(evaluations: Sequence[Record], compared: Sequence[Record]) -> Markup:
+    """One sentence on evaluations that were made with other settings than today's."""
+    if len(compared) == len(evaluations):
+        return Markup()
+    step = max(record["step"] for record in evaluations if record not in compared)
+    return part(
+        "line",
+        f"Evaluations up to step {step} were sampled or scored with other settings than the run file has now: verdict, "
+        "table and transfer leave them out.",
+    )
+
+
 @dataclass(frozen=True)
 class Verdict:
     """A marked paragraph: a word in bold, and a text.
@@ -190,15 +214,15 @@ def judgement(
 ) -> tuple[str, list[str]]:
     """Compare two evaluations: "better", "worse" or "no clear change" by the first measure that both have (text
     accuracy, then the rewards, then drift), and every such measure with its paired difference."""
-    judged = [m for m in (*HEADLINE, *rewards, DRIFT) if is_number(after.get(m)) and is_number(before.get(m))]
-    changes = {m: change_of(before_rows, after_rows, m) for m in judged}
-    parts = [f"{m} {before[m]:.3f} → {after[m]:.3f} ({interval(changes[m]) or 'no interval'})" for m in judged]
-    if not judged:
+    both = [m for m in judged(rewards) if is_number(after.get(m)) and is_number(before.get(m))]
+    changes = {m: change_of(before_rows, after_rows, m) for m in both}
+    parts = [f"{m} {before[m]:.3f} → {after[m]:.3f} ({interval(changes[m]) or 'no interval'})" for m in both]
+    if not both:
         return "nothing to judge", parts
-    examples = len(set(_pairs(before_rows, after_rows, judged[0])[0]))
+    examples = len(set(_pairs(before_rows, after_rows, both[0])[0]))
     if examples < MIN_EXAMPLES:
         return f"not judged: {examples} examples, and a verdict needs {MIN_EXAMPLES}", parts
-    return _word(judged[0], changes[judged[0]]), parts
+    return _word(both[0], changes[both[0]]), parts
 
 
 def _word(measure: str, change: tuple[float, float, float] | None) -> str:
@@ -260,7 +284,7 @@ def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change
 
 def rows_of(run: Path, evaluation: Record) -> list[Record]:
     """The measures of each image of an evaluation."""
-    return read_rows(run / "evaluations" / f"step-{evaluation['step']:06d}" / "rows.jsonl")
+    return read_own_rows(run, run / "evaluations" / f"step-{evaluation['step']:06d}" / "rows.jsonl")
 
 
 def change_of(before: Sequence[Record], after: Sequence[Record], measure: str) -> tuple[float, float, float] | None:
@@ -283,7 +307,7 @@ def _pairs(
 def _gallery_measures(points: Mapping[str, Record], rewards: Mapping[str, Record]) -> list[str]:
     """Those of the evaluations: of a verdict, rewards, then drift, and their parts last."""
     named = measures_of(list(points.values()))
-    first = [name for name in (*HEADLINE, *rewards, DRIFT) if name in named]
+    first = [name for name in judged(rewards) if name in named]
     return list(dict.fromkeys([*first, *(name for name in named if not name.startswith("picture."))]))
 
 
@@ -297,18 +321,22 @@ def _readings(rows: dict[str, list[Record]]) -> Markup:
     return part("folded", f"Texts that OCR read in {len(keys)} images", "", shown)
 
 
-def _grids(run: Path, *, inside: bool) -> Markup:
-    """The newest grids of an evaluation and of rollouts."""
+def _grids(run: Path, by_kind: Mapping[str, Sequence[Record]], *, inside: bool) -> Markup:
+    """The newest grids of an evaluation and of rollouts, of steps with such records."""
     notes = {
         "evaluation": ("Grid of the last evaluation", "The masked input, and the first and the last evaluations."),
         "rollouts": ("Rollouts", "Groups of one example with their rewards; the last ones saved."),
     }
+    kinds = {"evaluation": ("eval",), "rollouts": ("rollout", "train")}
     shown = Markup()
     for name, (title, note) in notes.items():
-        for file in sorted((run / "images").glob(f"step-*/{name}.png"))[-1:]:
+        steps = {record["step"] for kind in kinds[name] for record in by_kind.get(kind, ())}
+        kept = [folder / f"{name}.png" for step, folder in steps_kept(run / "images").items() if step in steps]
+        for file in [file for file in kept if file.is_file()][-1:]:
             place = file.relative_to(run).as_posix()
-            source = image_inside(file) if inside else quote(place) if SHOWN.fullmatch(place) else None
-            shown += part("folded", title, note, part("image", name, source)) if source else ""
+            if (image := shown_file(run, place)) is not None:
+                source = image_inside(image) if inside else quote(place)
+                shown += part("folded", title, note, part("image", name, source))
     return Markup(shown)
 
 
@@ -365,6 +393,8 @@ def _details(run: Path) -> Markup:
     if not environment.is_file():
         return shown
     try:
+        if not is_own(run, environment, MOST_TEXT):
+            raise ValueError("no file of the run itself, or too large")
         text = json.dumps(plain_json.loads(environment.read_bytes()), indent=2)
     except ValueError as error:
         text = f"not readable: {error}"

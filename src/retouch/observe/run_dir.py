@@ -34,7 +34,7 @@ from retouch.config import ConfigError, RunConfig, dump_run, yaml12
 from retouch.config.trust import consent
 from retouch.files import plain_json
 from retouch.files.complete import complete_checkpoints
-from retouch.files.disk import append_to, expanded, require_no_link, write_whole
+from retouch.files.disk import append_to, expanded, is_own, require_no_link, write_whole
 from retouch.imaging.png import write_png
 from retouch.observe.bar import TrainingBar, Work
 from retouch.observe.log import LogFile, StepLog
@@ -76,7 +76,14 @@ _FILES = ("config.yaml", "begun_from", "environment.json", "metrics.jsonl", "log
 _FOLDERS = ("images", "evaluations", "tensorboard", "checkpoints")
 
 _PROBES_S = 0.5
-"""Seconds that a start waits for the lock: `status.lock_holder` and `RunLock.require_free` hold it for an instant."""
+"""Seconds that a start, or the check before it, waits for the lock: a page that is watched
+(`status.lock_holder`) and `RunLock.require_free` hold it for an instant."""
+
+MOST_TEXT = 16 << 20
+"""Bytes of a config.yaml or an environment.json that is shown."""
+
+_MOST_RECORDS = 1 << 30
+"""Bytes of a metrics.jsonl or rows.jsonl that is shown."""
 
 _ENDS = ("finished", "stopped")
 """Events that end a run which did not fail."""
@@ -317,7 +324,7 @@ class RunLock:
         if self._lock.is_locked or not os.access(self._place, os.W_OK):
             return
         try:
-            self._lock.acquire()
+            self._lock.acquire(blocking=True, timeout=_PROBES_S)
         except Timeout:
             raise self._taken() from None
         except OSError:
@@ -351,6 +358,27 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; delete it")
     return list(_records(path.read_bytes().split(b"\n")))
+
+
+def read_own_rows(run: Path, place: Path) -> list[dict[str, Any]]:
+    """`read_rows` of a file of a run directory that may come from anybody; none, with a warning, where it is that of
+    another place."""
+    if is_own(run, place, _MOST_RECORDS):
+        return read_rows(place)
+    logger.warning("%s is no file of the run itself, or too large: it is left out", place)
+    return []
+
+
+def require_own(run: Path) -> None:
+    """Refuse to show what is no file of a run directory itself, which may come from anybody.
+
+    Raises:
+        ConfigError: its config.yaml or metrics.jsonl is a link, leads to another place, or is too large.
+    """
+    for name, most in (("config.yaml", MOST_TEXT), ("metrics.jsonl", _MOST_RECORDS)):
+        require_no_link(run / name)
+        if not is_own(run, run / name, most):
+            raise ConfigError(f"{run / name} has more than {most} bytes; restore it, or delete the run")
 
 
 def read_config(run: Path) -> dict[str, Any]:

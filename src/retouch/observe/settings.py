@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,8 @@ from retouch.config import yaml12
 from retouch.config.load import with_new_names
 from retouch.config.parts import model_of
 from retouch.errors import ConfigError
-from retouch.observe.run_dir import read_config
+from retouch.files.disk import is_own
+from retouch.observe.run_dir import MOST_TEXT, read_config
 from retouch.rewards.base import UNSCORED
 from retouch.rewards.judge import with_judge
 
@@ -78,6 +79,8 @@ def alike_after(run: Path) -> int:
     """
     named = ((re.fullmatch(r"config-(\d{6,})", leg.stem), leg) for leg in run.glob("config-*.yaml"))
     for step, leg in sorted(((int(match[1]), leg) for match, leg in named if match), reverse=True):
+        if not is_own(run, leg, MOST_TEXT):
+            continue
         try:
             then, now = _settings(yaml12.parse(leg.read_text(encoding="utf-8"))), _settings(read_config(run))
             keys = _evaluated_otherwise(then, now)
@@ -87,6 +90,12 @@ def alike_after(run: Path) -> int:
             _note_other_settings(run, step, ", ".join(keys))
             return step
     return -1
+
+
+def alike(run: Path, evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of evaluations after `alike_after`: those that can be compared with each other."""
+    after = alike_after(run)
+    return [record for record in evaluations if record["step"] > after]
 
 
 def _settings(run_file: Any) -> Record:

@@ -9,14 +9,12 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-Record = Mapping[str, Any]
+from retouch.observe.bar import Pace, shown_left
 
-_RECENT = 20
-"""Steps whose mean duration is that of the steps to come."""
+Record = Mapping[str, Any]
 
 _WORDS = {
     "running": "Running",
@@ -34,9 +32,10 @@ class Status:
 
     Attributes:
         state: running, finished, stopped, failed (an event of another name), killed, or elsewhere (no end is recorded,
-            and the process would be one of another machine).
-        updated: time of the last record in seconds; None without one.
-        left: time to the end of a run that is running.
+            and the process may be one of another machine).
+        updated: time in seconds when metrics.jsonl changed last, which a copy or a resumed start does as well (records
+            have no time); None without a record.
+        left: time to the end of the phase of a run that is running.
         share: of the optimizer steps that are done.
         commands: what each of them does, and the command.
     """
@@ -68,12 +67,11 @@ def status_of(run: Path, config: Record, records: Sequence[Record], *, live: boo
     step = last.get("step", 0)
     steps = config["training"]["max_steps"]
     state, text = _state(run, last)
-    seconds = seconds_left(records, steps, config["training"].get("eval_every")) if state == "running" else None
     return Status(
         state,
         f"step {step} of {steps}{text}{' when this page was written' if state == 'running' and not live else ''}",
         metrics.stat().st_mtime if records and metrics.is_file() else None,
-        str(timedelta(seconds=round(seconds))) if seconds is not None else "",
+        time_left(records, config) if state == "running" else "",
         min(1.0, step / steps) if steps else None,
         [] if live and state == "running" else _commands(run, state),
     )
@@ -91,10 +89,12 @@ def _state(run: Path, last: Record) -> tuple[str, str]:
         return state, f"{named}{': ' + str(last['reason']) if 'reason' in last else ''}"
     if host == platform.node():
         return "killed", ": no process holds the run any more, and it recorded no end"
-    return (
-        "elsewhere",
-        ": it ran on another machine, whose processes are not visible here; it may still be running there",
+    where = (
+        "it ran on another machine, whose processes are not visible here; it may still be running there"
+        if host is not None
+        else "the machine that it ran on is not recorded: it may still be running on another one"
     )
+    return "elsewhere", f": {where}"
 
 
 def lock_holder(run: Path) -> tuple[str, str | None]:
@@ -116,23 +116,27 @@ def lock_holder(run: Path) -> tuple[str, str | None]:
     return "", host or None
 
 
-def seconds_left(records: Sequence[Record], steps: int, eval_every: int | None) -> float | None:
-    """Seconds that the remaining steps will take with their evaluations, by the last ones of the same phase; None
-    before the first step."""
-    train = [record for record in records if record["kind"] == "train" and "time" in record]
+def time_left(records: Sequence[Record], config: Record) -> str:
+    """The time to the end of the phase of the last step, as the bar of a terminal estimates it; "" before the first
+    step of a phase."""
+    train = [record for record in records if record["kind"] == "train" and {"time", "phase"} <= record.keys()]
     if not train:
-        return None
-    done = train[-1]["step"]
-    recent = [one["time"]["step"] for one in train[-_RECENT:] if one.get("phase") == train[-1].get("phase")]
-    evaluations = [one["time"]["step"] for one in records if one["kind"] == "eval" and "time" in one]
-    left = 1 + (steps - 1) // eval_every - done // eval_every if eval_every and done < steps else 0
-    return max(0, steps - done) * sum(recent) / len(recent) + left * (evaluations[-1] if evaluations else 0.0)
+        return ""
+    last, supervised = config["training"]["max_steps"], config["algorithm"].get("sft_steps") or 0
+    pace = Pace({"warmup": supervised, "sft": last, "rl": last}, config["training"].get("eval_every") or 0)
+    for record in [*(one for one in records if one["kind"] == "eval"), *train]:
+        pace.see(record)
+    step, phase = train[-1]["step"], train[-1]["phase"]
+    if phase == "warmup" and step >= supervised:
+        phase = "rl"  # no step of which was taken
+    seconds = pace.left(phase, step)
+    return "" if seconds is None else shown_left(seconds, phase)
 
 
 def _commands(run: Path, state: str) -> list[tuple[str, str]]:
     place = shlex.quote(str(run))
     if state == "running":
         return [("Follow it:", f"retouch watch {place}")]
-    if state == "finished":
+    if state in ("finished", "elsewhere"):  # two processes must not write to one run
         return []
     return [("Continue it:", f"retouch train {shlex.quote(str(run / 'config.yaml'))} resume=auto")]

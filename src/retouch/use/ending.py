@@ -8,10 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from retouch.adapters import FORMATS_OF
 from retouch.config import RunConfig
-from retouch.observe.run_dir import read_metrics, read_rows
-from retouch.observe.statistics import paired_difference
+from retouch.observe.measures import DRIFT, judged
+from retouch.observe.report import rows_of
+from retouch.observe.run_dir import read_metrics
+from retouch.observe.settings import alike
+from retouch.observe.statistics import mean_of_each, paired_difference
 
 Record = Mapping[str, Any]
 
@@ -62,7 +67,7 @@ class Ending:
     def lines(self) -> list[str]:
         """The end as lines of text, without the run itself."""
         kind = "held-out" if self.held_out else "training"
-        lines = [f"gain: {measure} {gain}" for measure, gain in self.gains.items()]
+        lines = [f"gain: {m} {gain}{' (less is better)' * (m == DRIFT)}" for m, gain in self.gains.items()]
         if lines:
             lines[-1] += f"; {self.images} {kind} images, step {self.steps[0]} to {self.steps[1]}"
         if self.report is not None:
@@ -78,15 +83,15 @@ def ending(config: RunConfig, run: Path) -> Ending:
     """
     evaluations = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "eval"]
     report = run / "report.html"
-    compared = _compared(evaluations)
-    rows = [read_rows(run / "evaluations" / f"step-{one['step']:06d}" / "rows.jsonl") for one in compared]
+    compared = _compared(alike(run, evaluations))
+    rows = [rows_of(run, one) for one in compared]
     last = compared[-1] if compared else {}
     return Ending(
         str(run),
         tuple(one["step"] for one in compared),
         last.get("examples") == "held_out",
         last.get("images", 0),
-        gains(rows[0], rows[1], [*config.rewards] or ["outside_l1"]) if compared else {},
+        gains(rows[0], rows[1], judged(config.rewards)) if compared else {},
         str(report) if report.is_file() else None,
         next_commands(config, run),
     )
@@ -99,7 +104,8 @@ def _compared(evaluations: Sequence[Record]) -> list[Record]:
 
 
 def gains(before: Sequence[Record], after: Sequence[Record], measures: Sequence[str]) -> dict[str, Gain]:
-    """The gains of measures between the rows of two evaluations; without those that they share no image of."""
+    """The gains of measures between the rows of two evaluations, in which every example counts the same; without those
+    that they share no image of."""
     earlier = {(row["example"], row["index"]): row for row in before}
     found = dict[str, Gain]()
     for measure in measures:
@@ -114,7 +120,8 @@ def gains(before: Sequence[Record], after: Sequence[Record], measures: Sequence[
         examples, old, new = zip(*pairs, strict=True)
         mean, low, high = paired_difference(new, old, examples)
         limits = (low, high) if len({*examples}) > 1 else (None, None)
-        found[measure] = Gain(sum(old) / len(old), sum(new) / len(new), mean, *limits)
+        ends = [float(mean_of_each(np.asarray(values, np.float64), examples).mean()) for values in (old, new)]
+        found[measure] = Gain(ends[0], ends[1], mean, *limits)
     return found
 
 
