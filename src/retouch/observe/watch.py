@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, "another host name")
         elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._answer(HTTPStatus.FORBIDDEN, "the address needs the token that `retouch watch` printed")
-        elif not slash:  # the page asks for its data and images relative to its address
+        elif not slash:  # the page finds its data and images relative to its address
             self._answer(HTTPStatus.TEMPORARY_REDIRECT, "", Location=f"/{self.server.token}/")
         elif place in ("", "data"):
             self._page(place, parse_qs(address.query).get("since", [""])[0])
