@@ -54,10 +54,9 @@ def entries(path: Path) -> list[str]:
 
 def test_a_package_of_others_replaces_no_component_of_an_annex(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
-        EntryPoint("geneval", place, "retouch.rewards")
-        for place in ("others:Mine", "retouch_bench.scorers.geneval:GenEvalReward", "others:Last")
+        ("geneval", place) for place in ("others:Mine", "retouch_bench.scorers.geneval:GenEvalReward", "others:Last")
     ]
-    monkeypatch.setattr(registry, "_entry_points", lambda: EntryPoints(points))
+    monkeypatch.setattr(registry, "_entry_points", lambda: {"retouch.rewards": points})
     rewards: registry.Registry[Any] = registry.Registry("reward", "retouch.rewards", {}, key="scorer")
     assert rewards["geneval"].__module__ == "retouch_bench.scorers.geneval" and rewards.is_builtin("geneval")
 

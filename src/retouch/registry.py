@@ -14,7 +14,8 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib.metadata import EntryPoints, entry_points
+from importlib.metadata import entry_points
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_args
 
@@ -43,11 +44,16 @@ def is_of_annex(place: str) -> bool:
 
 
 @cache
-def _entry_points() -> EntryPoints:
-    """Those of every installed package. One reading serves all registries: it opens a file of each package."""
-    found = cast("EntryPoints", entry_points())
+def _entry_points() -> Mapping[str, list[tuple[str, str]]]:
+    """Group -> (name, place) of every installed package. One reading serves all registries: it opens a file of each
+    package, and `select` would go through all of them for each registry."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    read: Any = entry_points()
+    every = chain.from_iterable(dict.values(read)) if isinstance(read, dict) else read  # by group in Python 3.11
+    for point in every:
+        found.setdefault(point.group, []).append((point.name, point.value))
     for annex, group in ANNEXES.items():
-        listed = any(point.value.startswith(f"{annex}.") for point in found.select(group=group))
+        listed = any(place.startswith(f"{annex}.") for _, place in found.get(group, []))
         if not listed and importlib.util.find_spec(annex):
             logger.warning(
                 "%s is there, but this installation does not list what it has, rewards among it, which are therefore "
@@ -74,10 +80,10 @@ class Registry(Mapping[str, Component], Generic[Component]):
         self.kind = kind
         self.key = key
         self.of = of
-        points = {point.name: point.value for point in _entry_points().select(group=group)}
-        annex = {point.name: point.value for point in _entry_points().select(group=group) if is_of_annex(point.value)}
+        points = _entry_points().get(group, [])
+        annex = {name: place for name, place in points if is_of_annex(place)}
         own = {**annex, **builtin}
-        self._places = {**own, **points, **own}  # the distribution's own come first and keep their names
+        self._places = {**own, **dict(points), **own}  # the distribution's own come first and keep their names
         self._builtin = frozenset(own)
         self._loaded: dict[str, Component] = {}
 

@@ -36,6 +36,8 @@ def test_a_wheel_has_the_files_in_the_folders_of_the_repository() -> None:
     build = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
     assert build["targets"]["wheel"]["force-include"] == {tree: f"retouch/published/{tree}" for tree in TREES}
     assert all((REPOSITORY / tree).exists() for tree in TREES)
+    about = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert about["license-files"] == ["LICENSE", "NOTICE"]  # section 4 d of the license: NOTICE goes with every copy
     assert {tree.partition("/")[0] for tree in TREES} <= {*build["targets"]["sdist"]["include"]}
 
 
@@ -53,6 +55,8 @@ def test_a_run_file_has_the_same_name_everywhere() -> None:
         ("train example:a", "example:a; no such example; `retouch init --example list` prints the names"),
         ("check configs/flux_fill_grpo.yaml", "no such run file; example:flux_fill_grpo is published"),
         ("sample --config example:no --out a", "example:no; no such example; `retouch init --example list`"),
+        ("eval --config example:sd3_grpo --weights example:no", "--weights: given example:no; no such file or folder"),
+        ("sample --run example:sd3_grpo --out a", "--run: given example:sd3_grpo; no such file or folder"),
         ("eval --benchmark example:no --config example:sd3_grpo --path .", "example:no; no such example"),
         ("check example:sd3_grpo --memory --accelerate example:no", "example:no; no such example"),
         ("data validate example:no", "example:no; no such example"),
@@ -105,14 +109,33 @@ def test_all_of_them_are_the_folders_that_the_pages_name(tmp_path: Path) -> None
     launcher = subprocess.run(["own/scripts/train_grpo.sh", "--dry-run"], capture_output=True, text=True, timeout=60)
     assert launcher.returncode == 0 and launcher.stdout.startswith("retouch train configs/flux_fill"), launcher.stderr
     assert (tmp_path / "own/configs/accelerate/gpu8.yaml").is_file()
-    assert "--out: own/configs exists" in retouch("init", "--example", "all", "--out", "own").err
+
+
+def test_all_of_them_are_written_around_those_that_are_there(tmp_path: Path) -> None:
+    """The sequence of the tutorial: the versions first, then all; and again, or after one was deleted."""
+    assert retouch("init", "--example", "constraints").code == 0
+    first = retouch("init", "--example", "all")
+    assert first.code == 0 and "constraints.txt: there already\n" in first.out and "configs: written" in first.out
+    again = retouch("init", "--example", "all")
+    assert (again.code, again.out) == (0, "".join(f"{tree}: there already\n" for tree in TREES)), again.err
+    (tmp_path / "configs/sd3_grpo.yaml").unlink()
+    (tmp_path / "constraints.txt").write_text("torch==2.0\n", encoding="utf-8")
+    refused = retouch("init", "--example", "all")
+    assert refused.code == 2 and "--out: constraints.txt exists and differs from the published one; set" in refused.err
+    assert not (tmp_path / "configs/sd3_grpo.yaml").exists()  # nothing is written before all can be
+    Path("other").mkdir()
+    Path("other/scripts").write_text("", encoding="utf-8")
+    assert "--out: other/scripts is no folder" in retouch("init", "--example", "all", "--out", "other").err
+    assert [file.name for file in Path("other").iterdir()] == ["scripts"]
 
 
 def test_own_run_files_extend_an_example() -> None:
     Path("mine.yaml").write_text("extends: example:sd_inpaint_grpo\nname: mine\n", encoding="utf-8")
     assert load_run("mine.yaml").optimizer == load_run("example:sd_inpaint_grpo").optimizer
-    Path("mine.yaml").write_text("extends: example:no\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="no such example"):
+    Path("mine.yaml").write_text("extends: example:sd3_grp\n", encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"^mine\.yaml: extends: given 'example:sd3_grp'; no such example; did you mean"
+    ):
         load_run("mine.yaml")
 
 

@@ -183,6 +183,15 @@ def test_null_micro_batches_are_the_default(given: str, run_with: Callable[..., 
     assert both.optimizer.gradient_accumulation is None
 
 
+def test_a_condition_beside_others_does_not_take_an_option_out_of_its_section() -> None:
+    """`betas` and `state` had a condition on `factory` and were accepted beside vlm_grpo, which reads no optimizer."""
+    run = run_of("nft")
+    for section in (run.optimizer, run.rollout):
+        kind = type(section)
+        for name in kind.model_fields.keys() - kind.READ_BY_ALL:
+            assert any(isinstance(mark, ReadBy) for mark in reads_of(kind)[name]), name
+
+
 def test_declarations_are_of_annotations_that_say_where() -> None:
     for name in RUNS:
         for _, section, option in declared(run_of(name)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -110,6 +111,7 @@ def test_a_watched_run_moves_without_a_reload(page: Page, tmp_path: Path, monkey
             assert page.run("window.mark") == 1 and "step 9 of 16" in page.run("document.body.textContent")
             assert page.run("document.querySelector('[data-part=details] details').open")
             page.wait("document.querySelector('.tile img').naturalWidth == 64")
+            goes_on_under_the_hands_of_a_user(page, run)
         finally:
             server.shutdown()
             thread.join()
@@ -118,3 +120,59 @@ def test_a_watched_run_moves_without_a_reload(page: Page, tmp_path: Path, monkey
     assert {address.removeprefix(server.address).partition("?")[0][:11] for address in page.requests} == {
         "", "data", "evaluations"
     }  # fmt: skip
+
+
+def goes_on_under_the_hands_of_a_user(page: Page, run: Path) -> None:
+    """What is pressed stays; evaluations that were deleted and an error in drawing end nothing."""
+    page.run(
+        "window.asked = []; const ask = fetch; window.fetch = async (...what) => { const answer = await ask(...what); "
+        "asked.push(answer.status); const read = answer.json.bind(answer); answer.json = async () => { "
+        "const news = await read(); for (const chart of news.page.charts) for (const line of chart.lines) "
+        "line.thinned = true; return news; }; return answer; }; "
+        "HTMLAnchorElement.prototype.click = function () { "
+        "window.saved = [this.download, decodeURIComponent(this.href)]; };"
+    )
+    chart = "[data-chart='rollout/combined_score']"
+    output, slider = (f"document.querySelector(`{chart} output`).textContent", "document.querySelector('[name=step]')")
+
+    def add(step: int) -> None:
+        """A record, which the page has received and dealt with: it has asked again."""
+        page.run("asked.length = 0")
+        with (run / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps({"step": step, "kind": "rollout", "combined_score": step / 10}) + "\n")
+        page.wait("asked.includes(200) && asked.length > asked.indexOf(200) + 1")
+
+    page.run(
+        f"{slider}.mark = document.querySelector(`{chart} canvas`).mark = document.querySelector('.tile').mark = 1"
+    )
+    left, top, width, height = page.box("[name=step]")
+    page.mouse("mousePressed", (left + width - 3, top + height / 2))
+    add(10)
+    assert page.run(output) == "step 9: 0.5"
+    page.mouse("mouseReleased", (left + width - 3, top + height / 2))
+    page.wait(f"{output} == 'step 10: 1'")
+    add(11)
+    page.wait(f"{output} == 'step 11: 1.1'")
+    assert page.run(f"[{slider}.mark, document.querySelector(`{chart} canvas`).mark]") == [1, 1]
+
+    page.set("#smoothing", 0.9)
+    page.click(f"{chart} .head button:last-child")
+    assert page.run(output) == "step 11: 1.1"  # extremes are not averaged
+    name, table = page.run("saved")
+    assert name == "rollout-combined_score-thinned.csv" and "rollout/combined_score (thinned)" in table
+
+    last = page.run(f"Number({slider}.max)")
+    assert last == page.run(f"Number({slider}.value)") > 0
+    page.set("[name=before]", last)
+    shutil.rmtree(max((run / "evaluations").iterdir()))
+    add(12)
+    assert (
+        page.run(f"[{slider}.max, {slider}.value, document.querySelector('[name=before]').value]")
+        == [str(last - 1)] * 3
+    )
+    assert page.run("document.querySelector('.tile img') != null") and page.errors == []
+
+    page.run("document.querySelector('.tools').remove()")  # drawing fails
+    add(13)
+    assert page.run("document.querySelector('#lost').hidden")
+    assert len(page.errors) == 1 and page.errors[0].startswith("TypeError")

@@ -57,6 +57,8 @@ def test_only_the_address_with_its_token_and_own_host_is_answered(server: WatchS
     assert headers["Referrer-Policy"] == "no-referrer" and headers["Cross-Origin-Resource-Policy"] == "same-origin"
     for host in (f"localhost:{server.server_port}", "127.0.0.1", "localhost:6006"):  # the last one through a tunnel
         assert get(server, f"/{server.token}/", host)[0] == 200, host
+    status, body, headers = get(server, f"/{server.token}")  # as somebody types it; relative addresses need the slash
+    assert (status, body, headers["Location"]) == (307, b"", f"/{server.token}/")
     for path in (
         "/",
         "/data",

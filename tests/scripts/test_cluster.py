@@ -30,18 +30,27 @@ def job(tmp_path: Path) -> dict[str, Any]:
     programs = {
         "scontrol": f'[ "$1" = show ] && printf "first\\nsecond\\n" || echo "scontrol $*" >> {said}',
         # both nodes, one after the other
-        "srun": 'shift; SLURM_NODEID=0 "$@" && SLURM_NODEID=1 exec "$@"; exit $?',
-        "retouch": f'echo "retouch $*" >> {said}; echo x > /tmp/retouch-$SLURM_JOB_ID.json; exec sleep 60',
+        "srun": 'shift; SLURM_NODEID=0 "$@"; SLURM_NODEID=1 exec "$@"',
+        "retouch": f'echo "retouch $*" >> {said}; stat -c %a "${{7%/*}}" > {said}-mode; echo x > "$7"; exec sleep 60',
         "accelerate": f'echo "accelerate $*" >> {said}; . {tmp_path}/training',
     }
     (tmp_path / "bin").mkdir()
     for name, body in programs.items():
         executable(tmp_path / "bin" / name, body)
-    number = str(os.getpid())
-    slurm = {"SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
-    environment = {**os.environ, **slurm, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    yield {"args": ["bash", str(SCRIPT)], "cwd": tmp_path, "env": environment}
-    Path(f"/tmp/retouch-{number}.json").unlink(missing_ok=True)
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
+    (tmp_path / "tmp").mkdir()
+    environment = {
+        **os.environ,
+        **slurm,
+        "TMPDIR": str(tmp_path / "tmp"),
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+    }
+    return {"args": ["bash", str(SCRIPT)], "cwd": tmp_path, "env": environment}
 
 
 def lines(job: dict[str, Any]) -> list[list[str]]:
@@ -71,17 +80,34 @@ def test_every_node_starts_a_server_and_its_processes(job: dict[str, Any]) -> No
             "example:flux_fill_grpo",
             ["data.limit=8", endpoints, "resume=auto"],
         )
+    places = [Path(server[7]) for server in servers]  # in folders that no other user can name or write to
+    assert places[0] != places[1] and job["env"]["SLURM_JOB_ID"] not in str(places)
+    assert {place.parents[1] for place in places} == {job["cwd"] / "tmp"} and not [*(job["cwd"] / "tmp").iterdir()]
+    assert (job["cwd"] / "said-mode").read_text() == "700\n"
 
 
 @pytest.mark.parametrize(
     ("codes", "ends", "queued"),
-    [("3\\n3\\n", 1, True), ("3\\n1\\n", 1, False), ("0\\n0\\n", 0, False), ("", 1, False)],
+    [
+        (("3333", "3333"), 1, True),
+        (("3333", "3331"), 1, False),
+        (("3333", "33330"), 1, False),
+        (("3333", ""), 1, False),
+        (("333", "3333"), 1, False),
+        (("0000", "0000"), 0, False),
+        (("", ""), 1, False),
+    ],
+    ids=str,
 )
 def test_it_is_queued_again_after_a_resumable_stop_alone(
-    job: dict[str, Any], codes: str, ends: int, queued: bool
+    job: dict[str, Any], codes: tuple[str, str], ends: int, queued: bool
 ) -> None:
-    """accelerate ends with 1 for every code but 0; without a code no process came as far as its run file."""
-    (job["cwd"] / "training").write_text(f'printf "{codes}" >> "$RETOUCH_EXIT_CODES"; exit {ends}')
+    """accelerate ends with 1 for every code but 0; a process without a code was killed, or came not as far as its run
+    file. Each of two nodes has four."""
+    for node, of in enumerate(codes):
+        (job["cwd"] / f"codes-{node}").write_text("".join(f"{code}\n" for code in of))
+    body = f'cat codes-$SLURM_NODEID >> "$RETOUCH_EXIT_CODES"; exit {ends}'
+    (job["cwd"] / "training").write_text(body)
     job["env"]["REWARD"] = ""
     done = subprocess.run(**job, capture_output=True, text=True, timeout=60)
     assert done.returncode == (0 if queued else ends), done.stderr
@@ -91,7 +117,8 @@ def test_it_is_queued_again_after_a_resumable_stop_alone(
 
 def test_the_signal_before_the_time_limit_reaches_the_run(job: dict[str, Any]) -> None:
     """And the job waits for it to end."""
-    body = 'trap "echo 3 >> $RETOUCH_EXIT_CODES; exit 1" TERM; touch ready; for i in $(seq 600); do sleep 0.1; done'
+    body = 'trap "yes 3 | head -n 8 >> $RETOUCH_EXIT_CODES; exit 1" TERM\n'
+    body += "touch ready; for i in $(seq 600); do sleep 0.1; done"
     (job["cwd"] / "training").write_text(body)
     executable(job["cwd"] / "bin/srun", 'shift; export SLURM_NODEID=0; exec "$@"')
     job["env"]["REWARD"] = ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retouch.algorithms import ALGORITHMS
+from retouch.observe.sinks import require_sinks
 from retouch.registry import load_attribute
 from retouch.training.beginning import require_can_begin_here
 from retouch.training.files import require_files
@@ -21,10 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> Path:
-    """Check that the run's files are there and that it may begin, then train -> the run directory."""
+    """Check that the run's files and trackers are there and that it may begin, then train -> the run directory."""
     require_files(config)
     require_can_begin_here(config)
     if os.environ.get("RANK", "0") == "0":  # the import of torch takes seconds, and the model may take minutes
+        require_sinks(config)
         logger.info("%s: loading torch, then %s", config.name, config.model.family)
     return load_attribute(config.algorithm.trainer)(config)
 

@@ -147,7 +147,7 @@ def unset_variables(config: RunConfig) -> list[str]:
     """A warning for each key with a variable of the environment that `train` will require."""
     return [
         f"{'.'.join(key)}: {text} is not set in the environment; `retouch train` requires it"
-        for key, texts in variables_in(config.model_dump(mode="json", include={*_UNREAD_PARTS}))
+        for key, texts in variables_in({name: value for name, value in config if name in _UNREAD_PARTS})
         for text in texts
     ]
 

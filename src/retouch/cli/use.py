@@ -376,8 +376,9 @@ def find_trained(
     """
     if (run is None) == (config is None):
         raise ConfigError("give either --run RUN_DIR or --config RUN.yaml")
-    for option, path in {"--run": run, "--config": config, "--weights": weights}.items():
-        if path is not None and not resolved(path).exists():
+    places = {"--run": run, "--config": config and resolved(config), "--weights": weights}  # one takes a run file
+    for option, path in places.items():
+        if path is not None and not path.exists():
             raise ConfigError(f"{option}: given {path}; no such file or folder")
     file = run / "config.yaml" if run is not None else config
     if file is not None and resolved(file).is_file():

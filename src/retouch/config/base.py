@@ -168,7 +168,9 @@ def sections(value: object, key: str = "") -> Iterator[tuple[str, Section]]:
     if isinstance(value, Section):
         yield key, value
         for name in type(value).model_fields:
-            yield from sections(getattr(value, name), f"{key}.{name}".lstrip("."))
+            part = getattr(value, name)
+            if isinstance(part, Section | dict):
+                yield from sections(cast("object", part), f"{key}.{name}".lstrip("."))
     elif isinstance(value, Mapping):
         for name, entry in cast("Mapping[object, object]", value).items():
             yield from sections(entry, f"{key}.{name}")

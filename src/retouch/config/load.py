@@ -173,7 +173,7 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
     base = own.pop("extends")
     if not isinstance(base, str):
         raise ConfigError(f"{path}: extends: given {base!r}; name one run file, relative to this one")
-    other = path.parent / resolved(base)
+    other = path.parent / resolved(base, f"{path}: extends: given {base!r}")
     if not is_file(other):
         raise ConfigError(
             f"{path}: extends: given {base!r}, but there is no {other}; the name is relative to this file"

@@ -65,14 +65,17 @@ def published_file(name: str, given: str) -> Path:
     return files[name]
 
 
-def resolved(path: Path | str) -> Path:
+def resolved(path: Path | str, given: str = "") -> Path:
     """The file that `example:NAME` stands for; another path as it is.
+
+    Args:
+        given: start of the message, "KEY: given VALUE"; the name itself if empty.
 
     Raises:
         ConfigError: no such example.
     """
     name = str(path).removeprefix(PREFIX)
-    return published_file(name, str(path)) if str(path).startswith(PREFIX) else Path(path)
+    return published_file(name, given or str(path)) if str(path).startswith(PREFIX) else Path(path)
 
 
 def is_run_file(word: str) -> bool:
@@ -87,22 +90,23 @@ def example_of(path: Path) -> str | None:
 
 
 def write_example(name: str, out: Path | None) -> list[str]:
-    """Write a published file, or with the name "all" every one in the folders of the repository -> lines for the
-    terminal.
+    """Write a published file, or with the name "all" every one in the folders of the repository, but those that are
+    there -> lines for the terminal.
 
     Args:
         out: file, for "all" the folder; None: the name of the file in the working directory, for "all" that directory.
 
     Raises:
-        ConfigError: no such name, or the file exists.
+        ConfigError: no such name, or the file exists; of "all", none has been written where one exists that differs.
     """
     if name == "list":
         return [f"{one:42} {_title(file)}" for one, file in published_files().items()]
     if name == "all":
-        return [f"{_copied_tree(tree, out or Path())}: written" for tree in TREES]
+        return _written_trees(out or Path())
     file = published_file(name, f"--example: given {name!r}")
     target = out or Path(file.name)
-    _require_new(target)
+    if target.exists():
+        raise _taken(target, "exists")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(_standing_alone(file), encoding="utf-8")
     if file.is_relative_to(root() / CONFIGS) and not name.startswith(("accelerate/", "reproduce/evaluation/")):
@@ -110,20 +114,31 @@ def write_example(name: str, out: Path | None) -> list[str]:
     return [f"{target}: written"]
 
 
-def _copied_tree(tree: str, folder: Path) -> Path:
-    source, target = root() / tree, folder / tree
-    _require_new(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if source.is_dir():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-    else:
-        shutil.copyfile(source, target)
-    return target
+def _written_trees(folder: Path) -> list[str]:
+    top = root()
+    files = [file for tree in TREES for file in (top / tree).rglob("*")] + [top / tree for tree in TREES]
+    copies = {folder / file.relative_to(top): file for file in files if file.is_file() and file.suffix != ".pyc"}
+    for target, file in copies.items():
+        _require_free(target, file)
+    new = {target: file for target, file in copies.items() if not target.exists()}
+    for target, file in new.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    written = {tree: any(target.is_relative_to(folder / tree) for target in new) for tree in TREES}
+    return [f"{folder / tree}: {'written' if is_new else 'there already'}" for tree, is_new in written.items()]
 
 
-def _require_new(target: Path) -> None:
-    if target.exists():
-        raise ConfigError(f"--out: {target} exists; set --out to another path, or delete it")
+def _require_free(target: Path, file: Path) -> None:
+    """Reject a copy of a file in the place of another one, or below one."""
+    place = next(one for one in (target, *target.parents) if one.exists())
+    if place != target and not place.is_dir():
+        raise _taken(place, "is no folder")
+    if place == target and not (target.is_file() and target.read_bytes() == file.read_bytes()):
+        raise _taken(target, "exists and differs from the published one")
+
+
+def _taken(place: Path, reason: str) -> ConfigError:
+    return ConfigError(f"--out: {place} {reason}; set --out to another path, or delete it")
 
 
 def _standing_alone(file: Path) -> str:

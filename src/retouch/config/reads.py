@@ -80,13 +80,15 @@ class Unread(NamedTuple):
 @cache
 def reads_of(kind: type[BaseModel]) -> Mapping[str, tuple[Read, ...]]:
     """Declarations of the options of a section that have one. A class that repeats an option, with another default or
-    type, keeps the declaration of its base."""
+    type, keeps the declaration of its base. One that is read beside some values alone is still read only by the
+    algorithms that read its section."""
     found = dict[str, tuple[Read, ...]]()
     for part in reversed(kind.__mro__):
         for name, info in cast("Mapping[str, Any]", getattr(part, "model_fields", {})).items():
             marks = tuple(mark for mark in info.metadata if isinstance(mark, Read))
             if marks or name not in found:
-                found[name] = marks or _of_section(part, name)
+                by_algorithm = any(isinstance(mark, ReadBy) for mark in marks)
+                found[name] = marks if by_algorithm else (*_of_section(part, name), *marks)
     return {name: marks for name, marks in found.items() if marks}
 
 

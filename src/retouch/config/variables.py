@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
+
+from pydantic import BaseModel
 
 from retouch.config.errors import ConfigError
 
@@ -21,13 +24,17 @@ _FORMER_NAMES = {"JUDGE_URL": "JUDGE_ADDRESS"}
 
 
 def variables_in(node: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    """The keys of texts with variables of the environment, and these texts."""
-    if isinstance(node, dict):
-        for name, part in cast("dict[str, Any]", node).items():
+    """The keys of texts with variables of the environment, and these texts, in a part of a YAML file or in sections. A
+    section is walked and not dumped: its first dump makes pydantic build the schema of the whole run again."""
+    if isinstance(node, dict | BaseModel):
+        pairs = node if isinstance(node, BaseModel) else cast("dict[str, Any]", node).items()
+        for name, part in pairs:
             yield from variables_in(part, (*key, str(name)))
-    elif isinstance(node, list):
-        for number, part in enumerate(cast("list[Any]", node)):
+    elif isinstance(node, list | tuple):
+        for number, part in enumerate(cast("Sequence[Any]", node)):
             yield from variables_in(part, (*key, str(number)))
+    elif isinstance(node, Path):
+        yield from variables_in(str(node), key)
     elif isinstance(node, str) and any(match[1] for match in _VARIABLE.finditer(node)):
         yield key, [node]
 

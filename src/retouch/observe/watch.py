@@ -108,11 +108,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
-        token, _, place = unquote(address.path).removeprefix("/").partition("/")
+        token, slash, place = unquote(address.path).removeprefix("/").partition("/")
         if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, "another host name")
         elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._answer(HTTPStatus.FORBIDDEN, "the address needs the token that `retouch watch` printed")
+        elif not slash:  # the page finds its data and images relative to its address
+            self._answer(HTTPStatus.TEMPORARY_REDIRECT, "", Location=f"/{self.server.token}/")
         elif place in ("", "data"):
             self._page(place, parse_qs(address.query).get("since", [""])[0])
         elif (image := shown_file(self.server.watched.run, place)) is not None:
@@ -138,7 +140,9 @@ class _Handler(BaseHTTPRequestHandler):
             news = {"page": {**page.data, **live}, "images": page.images, "parts": page.parts()}
             self._answer(HTTPStatus.OK, json.dumps(news, allow_nan=False), "application/json")
 
-    def _answer(self, status: HTTPStatus, content: str | bytes, kind: str = "text/plain; charset=utf-8") -> None:
+    def _answer(
+        self, status: HTTPStatus, content: str | bytes, kind: str = "text/plain; charset=utf-8", **headers: str
+    ) -> None:
         body = content if isinstance(content, bytes) else content.encode()
         self.send_response(status)
         for name, value in {
@@ -149,6 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
             "X-Content-Type-Options": "nosniff",
             "X-Frame-Options": "DENY",
             "Cross-Origin-Resource-Policy": "same-origin",
+            **headers,
         }.items():
             self.send_header(name, value)
         self.end_headers()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-import random
 import re
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -191,7 +191,7 @@ class Form:
         with gradio.Row():
             seed = gradio.Number(0, label="Seed", precision=0, min_width=80, elem_id="seed")
             another = gradio.Button("New seed", min_width=80, elem_id="new-seed")
-        another.click(lambda: random.randrange(2**31), None, seed, api_name=False)
+        another.click(lambda: secrets.randbelow(2**31), None, seed, api_name=False)
         with gradio.Row():
             count = gradio.Slider(1, _MOST, value=1, step=1, label="Samples", min_width=120, elem_id="count")
             steps = gradio.Textbox(

@@ -123,23 +123,35 @@
         const columns = [line.x];
         const add = (values, about) => { columns.push(positive(values)); series.push({ spanGaps: true, points: { show: false }, ...about }); };
         const few = line.x.length <= 40;
-        if (smoothing && line.x.length > 2) {
+        if (smoothing && line.x.length > 2 && !line.thinned) {  // of the extremes of bins a mean would be no mean of the run
           add(line.y, { stroke: faint(index, "55"), width: 1 });
-          add(smooth(line.y), { stroke: stroke(index), width: 2, dash: DASHES[index % 8], main: index });
+          add(smooth(line.y), { stroke: stroke(index), width: 2, dash: DASHES[index % 8], main: index, smoothed: true });
         } else add(line.y, { stroke: stroke(index), width: 1.75, dash: DASHES[index % 8], main: index, points: { show: few, size: 5, fill: stroke(index), stroke: stroke(index) } });
         if (line.low) {
           add(line.high, { stroke: faint(index, "40"), width: 0.5 });
           add(line.low, { stroke: faint(index, "40"), width: 0.5 });
           bands.push({ series: [series.length - 2, series.length - 1], fill: faint(index, "2b") });
         }
-        this.shown.push({ index, at: series.findIndex((one) => one.main === index) });
+        const at = series.findIndex((one) => one.main === index);
+        this.shown.push({ index, at, smoothed: series[at].smoothed });
         tables.push(columns);
       });
       return { data: tables.length ? uPlot.join(tables) : [[]], series, bands };
     }
+    // The same lines get their new values in the plot that is there: a user may point at it.
     draw() {
       const zoom = this.plot && this.zoomed ? { ...this.plot.scales.x } : null;
       const { data, series, bands } = this.columns();
+      const shape = JSON.stringify([this.log, series, bands]);
+      this.whole = [data[0][0], data[0][data[0].length - 1]];
+      if (this.plot && shape === this.shape) this.plot.setData(data, !zoom);
+      else this.plotAnew(data, series, bands);
+      this.shape = shape;
+      if (zoom) this.plot.setScale("x", zoom);
+      this.noteZoom(this.plot);
+      this.hover();
+    }
+    plotAnew(data, series, bands) {
       this.plot?.destroy();
       this.logButton.setAttribute("aria-pressed", this.log);
       const axis = { stroke: () => colour("--dim"), grid: { stroke: () => colour("--grid"), width: 1 }, ticks: { stroke: () => colour("--grid"), width: 1 }, font: "11px system-ui,sans-serif" };
@@ -152,10 +164,6 @@
                { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : number(tick)) }],
         hooks: { setCursor: [() => this.hover()], setScale: [(plot, key) => { if (key === "x") this.noteZoom(plot); }], draw: [(plot) => this.letters(plot)] },
       }, data, this.plotHost);
-      this.whole = [data[0][0], data[0][data[0].length - 1]];
-      if (zoom) this.plot.setScale("x", zoom);
-      this.noteZoom(this.plot);
-      this.hover();
     }
     // A change of nothing looks flat: the axis spans at least a fiftieth of the value, or what counts for this measure.
     range(low, high) {
@@ -174,7 +182,7 @@
     hover() {
       const plot = this.plot, steps = plot.data[0];
       if (!steps.length) { this.output.textContent = ""; return; }
-      const at = plot.cursor.idx ?? steps.length - 1;
+      const at = Math.min(plot.cursor.idx ?? Infinity, steps.length - 1);
       const told = this.shown.map(({ index, at: series }) => {
         const values = plot.data[series];
         let near = at;
@@ -182,7 +190,7 @@
         const line = page.lines[index];
         return `${page.lines.length > 1 ? `${line.letter} ` : ""}${number(values[near])}`;
       });
-      this.output.textContent = `step ${steps[at]}: ${told.join(" · ")}${smoothing ? " (smoothed)" : ""}`;
+      this.output.textContent = `step ${steps[at]}: ${told.join(" · ")}${this.shown.some(({ smoothed }) => smoothed) ? " (smoothed)" : ""}`;
     }
     // The letter of the legend beside the end of each line, so that no colour has to be matched.
     letters(plot) {
@@ -204,10 +212,11 @@
       ctx.restore();
     }
     save() {
-      const rows = [["line", "step", this.chart.key, "lowest", "highest"]];
+      const thinned = this.chart.lines.some((line) => line?.thinned) ? " (thinned)" : "";
+      const rows = [["line", "step", `${this.chart.key}${thinned}`, "lowest", "highest"]];
       this.chart.lines.forEach((line, index) => line?.x.forEach((step, at) =>
         rows.push([page.lines[index].name, step, line.y[at] ?? "", line.low?.[at] ?? "", line.high?.[at] ?? ""])));
-      save(this.chart.key.replaceAll("/", "-"), rows);
+      save(`${this.chart.key.replaceAll("/", "-")}${thinned && "-thinned"}`, rows);
     }
   }
 
@@ -325,31 +334,65 @@
     $("#gallery .tiles").replaceChildren(...items.slice(0, state.most).map(tile));
     $("#gallery .more").hidden = items.length <= state.most;
   };
+  // New controls; where there are as many, those that are there get their values: a user may hold one.
+  const renew = (host, controls) => {
+    const parts = "select, input, output", now = controls.flatMap((one) => $$(parts, one)), old = $$(parts, host);
+    if (old.length !== now.length) host.replaceChildren(...controls);
+    else old.forEach((node, at) => {
+      if (node.matches("output")) node.textContent = now[at].textContent;
+      else {
+        const { value } = now[at];  // before its options are taken away
+        if (node.matches("input")) node.max = now[at].max;
+        else if (node.textContent !== now[at].textContent) node.replaceChildren(...now[at].children);
+        node.value = value;
+      }
+    });
+  };
+  const chosen = (key) => (at) => {
+    state[key] = key === "sort" ? at : Number(at);
+    state.follow = state.after === page.gallery.variants.length - 1;
+    for (const label of $$("#gallery .controls output")) label.textContent = page.gallery.variants[state.after].label;
+    fill();
+  };
   const drawGallery = () => {
     const gallery = page.gallery, root = $("#gallery");
-    if (!root || !gallery?.items.length) return;
-    root.hidden = false;
+    if (root) root.hidden = !gallery?.items.length;
+    if (!root || root.hidden) return;
     const last = gallery.variants.length - 1;
-    if (state.after == null || state.follow) state.after = last;
+    if (state.after == null || state.follow || state.after > last) state.after = last;
+    state.before = Math.min(state.before, last);  // evaluations may have been deleted
     state.follow = state.after === last;
     if (!gallery.measures[state.measure]) state.measure = 0;
     $(".note", root).textContent = gallery.note;
     $(".tiles", root).classList.toggle("wide", gallery.columns);
     const label = make("output", { text: gallery.variants[state.after].label });
     const controls = gallery.columns ? [] : [
-      select("before", gallery.variants.map((variant, at) => [at, variant.label]), state.before, (chosen) => { state.before = Number(chosen); fill(); }),
-      make("label", {}, "after", slider("step", last, state.after, (at) => { state.after = at; state.follow = at === last; label.textContent = gallery.variants[at].label; fill(); }), label),
+      select("before", gallery.variants.map((variant, at) => [at, variant.label]), state.before, chosen("before")),
+      make("label", {}, "after", slider("step", last, state.after, chosen("after")), label),
       make("label", {}, "show after", slider("wipe all", 100, state.wipe, (value) => { state.wipe = value; $$("#gallery .stack").forEach(wipe); }), "before"),
     ];
-    controls.push(select("sort", [["order", "in order"], ["best", "best first"], ["worst", "worst first"], ["changed", "most changed"]], state.sort, (chosen) => { state.sort = chosen; fill(); }));
-    if (gallery.measures.length) controls.push(select("by", gallery.measures.map((measure, at) => [at, measure.name]), state.measure, (chosen) => { state.measure = Number(chosen); fill(); }));
-    $(".controls", root).replaceChildren(...controls);
+    controls.push(select("sort", [["order", "in order"], ["best", "best first"], ["worst", "worst first"], ["changed", "most changed"]], state.sort, chosen("sort")));
+    if (gallery.measures.length) controls.push(select("by", gallery.measures.map((measure, at) => [at, measure.name]), state.measure, chosen("measure")));
+    renew($(".controls", root), controls);
     fill();
   };
 
   // --- the page, and its updates ---
 
-  const drawAll = () => { drawLegend(); drawCharts(); drawGallery(); ages(); };
+  const drawAll = (withGallery) => { drawLegend(); drawCharts(); if (withGallery) drawGallery(); ages(); };
+  let held = false, kept = null;  // nothing changes under a pressed pointer: what came meanwhile is shown after it
+  const show = (news) => {
+    const shown = JSON.stringify([page.gallery, images ??= read("#images")]);
+    page = news.page;
+    images = news.images;
+    kept = null;
+    setParts(news.parts);
+    drawAll(JSON.stringify([page.gallery, images]) !== shown);
+  };
+  const hold = (event) => {
+    held = event.type !== "pointercancel" && event.buttons > 0;
+    if (!held && kept) setTimeout(() => { if (!held && kept) show(kept); });  // after the click
+  };
   const setParts = (parts) => {
     for (const [key, html] of Object.entries(parts)) {
       const host = $(`[data-part="${key}"]`);
@@ -363,23 +406,25 @@
   };
   const follow = async (version, pause) => {
     const started = performance.now();
+    let news = null;
     try {
       const answer = await fetch(`data?since=${encodeURIComponent(version)}`, { cache: "no-store" });
-      if (answer.status === 200) {
-        const news = await answer.json();
-        page = news.page;
-        images = news.images;
-        version = page.version;
-        setParts(news.parts);
-        drawAll();
-      } else if (answer.status !== 204) throw new Error(`status ${answer.status}`);
-      $("#lost").hidden = true;
-      pause = Math.max(page.live, 10 * (performance.now() - started));  // a large page takes a tenth of the time at most
+      if (answer.status === 200) news = await answer.json();
+      else if (answer.status !== 204) throw new Error(`status ${answer.status}`);
     } catch {
       $("#lost").hidden = false;
       pause = Math.min(2 * pause, 60000);
+      setTimeout(() => follow(version, pause), pause);
+      return;
     }
-    setTimeout(() => follow(version, pause), pause);
+    $("#lost").hidden = true;
+    try {  // an error in drawing is none of the connection
+      if (news && held) kept = news;
+      else if (news) show(news);
+    } finally {
+      pause = Math.max(page.live, 10 * (performance.now() - started));  // a large page takes a tenth of the time at most
+      setTimeout(() => follow(news?.page.version ?? version, pause), pause);
+    }
   };
 
   $("#smoothing").addEventListener("input", (event) => {
@@ -392,8 +437,9 @@
   $("#full").addEventListener("close", () => { if (page.gallery && !page.gallery.columns) $$("#gallery .stack").forEach(wipe); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => each((chart) => chart.draw()));
   addEventListener("beforeprint", () => charts.forEach((chart) => { if (!chart.plot && chart.figure.clientWidth) chart.draw(); }));
+  for (const type of ["pointerdown", "pointermove", "pointerup", "pointercancel"]) addEventListener(type, hold, true);
   addTools(document);
-  drawAll();
+  drawAll(true);
   setInterval(ages, 5000);
   if (page.live) setTimeout(() => follow(page.version, page.live), page.live);
   document.documentElement.dataset.ready = "true";
