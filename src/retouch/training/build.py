@@ -119,6 +119,8 @@ def build(config: RunConfig) -> Run:
     config.algorithm.check_items(data.items)
     if isinstance(config.algorithm, AdvantageConfig):
         config.algorithm.advantage_function()  # refused before minutes go into the model
+    if config.optimizer.factory is not None:  # as that one
+        load_named("optimizer.factory", config.optimizer.factory, "class")
     require_targets(config, warmup)
     if (left_out := require_groups(config, derived, data)) and engine.is_main:
         logger.warning("%s", left_out)
