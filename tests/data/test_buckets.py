@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from retouch.config import ConfigError, RunConfig, derive, parse_run
-from retouch.data.buckets import Buckets, batches_of_one_shape, by_shape
+from retouch.data.buckets import Buckets, Shapes, batches_of_one_shape, by_shape
 from retouch.data.dataset import DataError, Dataset, load_dataset, shapes_of
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.rules import require_groups
@@ -226,6 +226,31 @@ def test_steps_go_through_the_stream_of_each_shape_in_order(shapes: list[str], r
             if len(queue) == rows:
                 walked.append(waiting.pop(shapes[i]))
     assert [batch_examples(len(shapes), rows, seed, step, shapes) for step in range(len(walked))] == walked
+    known = Shapes(shapes)
+    assert [batch_examples(len(shapes), rows, seed, step, known) for step in range(len(walked))] == walked
+
+
+class Looked(list[str]):
+    """Counts how often a shape is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self.looks += len(self)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("some", ["a", "ab"])
+def test_the_shapes_are_looked_at_once_a_pass_and_not_once_a_step(some: str) -> None:
+    looked = Looked(some * (200 // len(some)))
+    known = Shapes(looked)
+    for step in range(3 * 200 // 5):
+        batch_examples(200, 5, 9, step, known)
+    assert looked.looks <= 200 + 5 * 3 * 200
 
 
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 20))
