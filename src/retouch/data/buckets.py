@@ -81,7 +81,8 @@ class Buckets(Section):
         if run.training.compile:
             yield (
                 f"training.compile: given true beside a resolution of {len(self.shapes)} shapes: blocks are compiled "
-                "anew for each of them; set training.compile=false unless the run is long"
+                "anew for other shapes than the first, at worst for each; set training.compile=false unless the run is "
+                "long"
             )
 
 
