@@ -36,11 +36,12 @@ class LruCache(Generic[K, V]):
         """
         missing = {key: i for i, key in reversed([*enumerate(keys)]) if key not in self._values}
         positions = sorted(missing.values())
-        if positions:
-            self._values.update(zip((keys[i] for i in positions), make(positions), strict=True))
-        for key in keys:
-            self._values.move_to_end(key)
-        values = [self._values[key] for key in keys]
-        while len(self._values) > self.capacity:
-            self._values.popitem(last=False)
-        return values
+        try:
+            if positions:
+                self._values.update(zip((keys[i] for i in positions), make(positions), strict=True))
+            for key in keys:
+                self._values.move_to_end(key)
+            return [self._values[key] for key in keys]
+        finally:  # also after an error, or a data set whose last file is broken would stay in memory whole
+            while len(self._values) > self.capacity:
+                self._values.popitem(last=False)

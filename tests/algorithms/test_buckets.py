@@ -41,8 +41,8 @@ def run_of(config: Config, mixed: dict[str, Any]) -> Config:
 
     def make(algorithm: str, options: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
         own = {"data": mixed, "warmup_data": None, "evaluation__data": None, "training__max_steps": 4}
-        own |= {"optimizer__batch_size_per_device": 4 if algorithm in ("grpo", "nft", "reward_gradient") else 2}
-        own |= {} if algorithm == "grpo" else ON_THE_ODE
+        own |= {"optimizer__batch_size_per_device": 4 if algorithm in ("grpo", "ppo", "nft", "reward_gradient") else 2}
+        own |= {} if algorithm in ("grpo", "ppo") else ON_THE_ODE
         return config(algorithm={"name": algorithm, **(options or {})}, **{**own, **overrides})
 
     return make
@@ -62,12 +62,13 @@ def trained_shapes(monkeypatch: pytest.MonkeyPatch) -> list[set[tuple[int, int]]
     return shapes
 
 
-@pytest.mark.parametrize("name", ["grpo", "nft", "reward_gradient", "sft", "kto", "dpo"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "nft", "reward_gradient", "sft", "kto", "dpo", "online dpo"])
 def test_every_shape_is_trained(
     name: str, run_of: Config, trained_shapes: list[set[tuple[int, int]]], scripted: Use
 ) -> None:
     scripted(brightness)
     given = {"dpo": {"pairs": "offline"}}.get(name, {})
+    name = name.removeprefix("online ")
     rewards = {"rewards": {"edge": {"scorer": "seam"}}} if name == "reward_gradient" else {}
     run, records = train(run_of(name, given, **rewards))
     assert [len(shapes) for shapes in trained_shapes] == [1, 1, 1, 1]

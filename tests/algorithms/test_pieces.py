@@ -104,7 +104,14 @@ def test_a_resumed_run_keeps_the_forwards_of_its_checkpoint(
     assert more.config.optimizer.steps_per_forward is None
 
 
-def test_only_changes_of_a_run_file_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_changes_of_a_run_file_are_told(caplog: pytest.LogCaptureFixture, config: Config) -> None:
+    run = config()
+    lines = [line for line in dump_run(run).splitlines() if line.split(":")[0].strip() not in ("options", "on_drift")]
+    written = config(reward_client__probe_every=1, reward_client__on_drift="stop")
+    for later, told in ((run, []), (written, ["probe_every: 1", "on_drift: stop"])):  # keys of a later version
+        caplog.clear()
+        resume._warn_of_changes("\n".join(lines), dump_run(later), resume._default_lines(later))
+        assert caplog.messages == [f"changed since the checkpoint: {line}" for line in told]
     before = "optimizer:\n  lr: 1.0e-4\n"
     for now, told in (
         ("  lr: 1.0e-4\n  steps_per_forward: null\n", []),  # as it was before there was the key

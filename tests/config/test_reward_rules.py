@@ -103,12 +103,17 @@ def test_a_win_rate_needs_somebody_to_beat(problems: Callable[..., list[str]]) -
     ["rewards.size.transform=win_rate", "rewards.size.min_group_std=0.1", "reward_client.probe_every=1"],
 )
 def test_what_compares_samples_or_probes_scorers_is_of_runs_that_do(
-    option: str, algorithm: tuple[str, ...], problems: Callable[..., list[str]]
+    option: str, algorithm: tuple[str, ...], run_with: Callable[..., RunConfig]
 ) -> None:
-    """Under vlm_grpo TRL compares the values themselves, and no epoch of samples begins with a probe."""
-    (line,) = problems(*algorithm, "rewards={size: {scorer: jpeg_size}}", option)
-    assert line.startswith(f"small.yaml: {option.partition('=')[0]}: given ")
+    """Under vlm_grpo TRL compares the values themselves, and no epoch of samples begins with a probe. A run of an
+    earlier version may have them: its file is opened, and the run resumed, with a warning."""
+    given = (*algorithm, "rewards={size: {scorer: jpeg_size}}", option)
+    line = refused(run_with(*given))
+    assert line.startswith(f"{option.partition('=')[0]}: given ")
     assert "does not read it" in line or "samples no images to train on" in line
+    resumed = run_with(*given, "resume=auto")
+    require_trainable(resumed)
+    assert line in warnings_of(resumed)
 
 
 @pytest.mark.parametrize(

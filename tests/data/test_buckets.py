@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from PIL import Image
 from pydantic import ValidationError
 
 from retouch.config import ConfigError, RunConfig, derive, parse_run
-from retouch.data.buckets import Buckets, batches_of_one_shape, by_shape
+from retouch.config.cost import pixels_of
+from retouch.data.buckets import Buckets, Shapes, batches_of_one_shape, by_shape
 from retouch.data.dataset import DataError, Dataset, load_dataset, shapes_of
 from retouch.data.formats.manifest import ManifestData
-from retouch.data.rules import require_groups
+from retouch.data.rules import require_groups, shape_warnings
 from retouch.data.sampler import batch_examples, curriculum_examples, easiest, epoch_examples, shuffled
+from retouch.doctor.data import _checked, _enough
 from retouch.imaging.fitting import MOST_SQUEEZED, fit_size
 from retouch.imaging.reading import image_size, open_image
 from tests.conftest import small_run
@@ -81,6 +84,8 @@ def test_the_shapes_of_half_a_megapixel_are_these() -> None:
     shapes = Buckets().shapes
     assert len(shapes) == 23 and shapes[0] == (512, 512) and shapes[-2:] == ((336, 784), (784, 336))
     assert Buckets().largest == (448, 592)
+    shaped = ManifestData(path="x", resolution=Buckets(), reference_strip=288)
+    assert pixels_of(shaped) == (336 + 288, 784) and pixels_of(ManifestData(path="x", resolution=64)) == (64, 64)
 
 
 # --- the option ---
@@ -226,6 +231,31 @@ def test_steps_go_through_the_stream_of_each_shape_in_order(shapes: list[str], r
             if len(queue) == rows:
                 walked.append(waiting.pop(shapes[i]))
     assert [batch_examples(len(shapes), rows, seed, step, shapes) for step in range(len(walked))] == walked
+    known = Shapes(shapes)
+    assert [batch_examples(len(shapes), rows, seed, step, known) for step in range(len(walked))] == walked
+
+
+class Looked(list[str]):
+    """Counts how often a shape is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self.looks += len(self)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("some", ["a", "ab"])
+def test_the_shapes_are_looked_at_once_a_pass_and_not_once_a_step(some: str) -> None:
+    looked = Looked(some * (200 // len(some)))
+    known = Shapes(looked)
+    for step in range(3 * 200 // 5):
+        batch_examples(200, 5, 9, step, known)
+    assert looked.looks <= 200 + 5 * 3 * 200
 
 
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 20))
@@ -254,12 +284,24 @@ def test_batches_are_of_one_shape_and_hold_everything_once(shapes: list[str], si
 
 def test_examples_of_shapes_that_no_epoch_fills_are_refused_or_told(tmp_path: Path, signs: Path) -> None:
     data = load_dataset(in_shapes(write_shapes(tmp_path)))
-    del data.items[0], data.shapes[0]  # three are left of that shape
 
     def asked(**overrides: Any) -> RunConfig:
         return parse_run(small_run(signs, tmp_path, **overrides))
 
-    assert require_groups(asked(), derive(asked()), data) is None
+    two = derive(asked())
+    assert require_groups(asked(), two, data) is None
+    assert shape_warnings(asked(algorithm__sft_steps=2), two, data, data) == []
+    height, width = data.shapes[0]
+    del data.items[0], data.shapes[0]  # three are left of that shape
+    told = require_groups(asked(), two, data)
+    assert told and told.startswith("data.resolution: some shapes are trained on less often, because an epoch takes 2")
+    assert f"sits out the pass ({height} x {width}: 1 of 3); lower rollout.global_groups" in told
+    large = asked(algorithm__sft_steps=2, optimizer__gradient_accumulation=2)
+    [told] = shape_warnings(large, derive(large), data, data)
+    assert told.startswith("warmup_data.resolution: a step takes 4 examples of one shape, and repeats")
+    assert f"with fewer ({height} x {width}: 3);" in told
+    [line] = _checked("examples", partial(_enough, large, 1, data, data), "warning")
+    assert line.status == "warning" and "less often" in line.says and told in line.says
     four = asked(rollout__global_groups_per_batch=4)
     told = require_groups(four, derive(four), data)
     assert told and "3 of 15 examples are never trained on, because an epoch takes 4 of one shape" in told
@@ -269,3 +311,18 @@ def test_examples_of_shapes_that_no_epoch_fills_are_refused_or_told(tmp_path: Pa
     five = asked(rollout__global_groups_per_batch=5)
     with pytest.raises(ConfigError, match=r"15 of 15 .*, which makes fewer shapes$"):
         require_groups(five, derive(five), data)
+
+
+def test_labels_that_a_shape_lacks_are_told(tmp_path: Path, signs: Path) -> None:
+    """KTO compares good with bad images inside a step, and a step has one shape."""
+    manifest = write_shapes(tmp_path)
+    data = load_dataset(in_shapes(manifest))
+    kto = parse_run(small_run(signs, tmp_path, algorithm={"name": "kto"}, rollout={}, rewards={},
+                              data={"format": "manifest", "path": str(manifest), "resolution": OWN_SHAPE}))  # fmt: skip
+    assert shape_warnings(kto, derive(kto), data, data) == []
+    first = data.shapes[0]
+    good = [i for i, item in enumerate(data.items) if data.shapes[i] != first or item.metadata["label"] == "good"]
+    data.items, data.shapes = [data.items[i] for i in good], [data.shapes[i] for i in good]
+    [told] = shape_warnings(kto, derive(kto), data, data)
+    assert told.startswith(f"data.resolution: of the shape {first[0]} x {first[1]}, whose steps have no others, data: ")
+    assert "label good" in told

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles
+from retouch.data.buckets import Buckets
 from retouch.data.dataset import load_dataset
 from retouch.data.discover import recognised
 from retouch.imaging.lines import parse_lines
@@ -44,6 +45,8 @@ def test_anytext_generation(tmp_path: Path) -> None:
     assert (first.id, first.metadata["key"], first.source_path, first.mask_path) == (0, "000", None, None)
     lines = parse_lines(first.metadata["lines"])
     assert [line.bounds for line in lines] == [(30, 30, 150, 60), (50, 150, 200, 190)]  # 512 -> 256
+    square, _ = items_of(AnyTextData(path=str(tmp_path), resolution=Buckets(pixels=256**2)))  # no image: the square
+    assert square.metadata["lines"] == first.metadata["lines"]
     assert second.metadata["text"] == "A" * 20 and len(second.metadata["lines"]) == 1
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from retouch.families import FAMILIES, vae
 from retouch.families.loading import family_class as class_of
 from retouch.families.tiny import tiny_pipeline
+from retouch.lru import LruCache
 
 from .conftest import random_example
 
@@ -72,3 +73,15 @@ def test_the_ones_used_longest_ago_are_dropped(monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(kept(images), images * 2)
     assert calls == [0.25, 0.5, 0.75, 0.5]
     assert torch.equal(kept(torch.cat([b, a])), torch.cat([b, a]) * 2)
+
+
+def test_an_error_leaves_no_more_than_the_capacity() -> None:
+    def read(position: int) -> int:
+        if position == 5:
+            raise OSError("no such file")
+        return position
+
+    cache = LruCache[int, int](2)
+    with pytest.raises(OSError, match="no such file"):
+        cache.get_all(range(6), lambda positions: map(read, positions))
+    assert len(cache) == 2 and 3 in cache and 4 in cache

@@ -35,6 +35,7 @@ def check(run: RunConfig) -> None:
 
 def require_trainable(run: RunConfig) -> None:
     """Reject what a run shall not be trained with, but may have been: earlier versions did, and such a run is opened.
+    One that is resumed goes on under options that nothing reads, as it began.
 
     Raises:
         ConfigError: "key: given ...; expected ...; set ...".
@@ -42,6 +43,9 @@ def require_trainable(run: RunConfig) -> None:
     try:
         for key, section in _sections(run):
             section.check_trainable(run, key)
+        for option in _unread(run) if run.resume is None else ():
+            if option.anew:
+                raise ValueError(option.message)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -268,9 +268,10 @@ def tflop_of(run: RunConfig, data: Any) -> float | None:
 
 
 def pixels_of(data: Any) -> tuple[int, int]:
-    """(height, width) of the images in the network, with a strip above them."""
-    height, width = data.size
-    return height + (getattr(data, "reference_strip", None) or 0), width
+    """(height, width) of the images in the network, with a strip above them; of several shapes the largest with it,
+    because a strip is as wide as the image."""
+    strip = getattr(data, "reference_strip", None) or 0
+    return max(((height + strip, width) for height, width in data.sizes), key=math.prod)
 
 
 def judges(run: RunConfig, images: float, evaluated: float) -> Iterator[tuple[str, Judged]]:

@@ -35,6 +35,9 @@ class ReadBy:
     what: Reading
     warns: bool = False
     """Whether an option that nothing reads is a warning and no error."""
+    anew: bool = False
+    """Whether it is an error only where a run begins (`require_trainable`) and a warning elsewhere: runs of earlier
+    versions have it, and are opened and resumed."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class Unread(NamedTuple):
 
     message: str
     warns: bool
+    anew: bool = False
+    """Whether it is no warning where a run begins."""
 
 
 @cache
@@ -123,12 +128,13 @@ def unread(run: RunConfig, section: Section, key: str) -> Iterator[Unread]:
                 if run.algorithm.reads(run, mark.what):
                     continue
                 because = f"but {run.algorithm.unread(run, dotted, mark.what)}"
-                warns = mark.warns or run.algorithm.WARNS_UNREAD
+                warns = mark.warns or mark.anew or run.algorithm.WARNS_UNREAD
             elif mark.holds(section) if isinstance(mark, ReadIf) else mark.holds(section, run):
                 continue
             else:
                 because, warns = _because(mark, section, run, name), mark.warns
-            yield Unread(_message(dotted, section, name, because), warns)
+            anew = isinstance(mark, ReadBy) and mark.anew and not run.algorithm.WARNS_UNREAD
+            yield Unread(_message(dotted, section, name, because), warns, anew)
             break
 
 

@@ -8,7 +8,8 @@ nearest ratio of its sides. Legend: P pixels, m multiple, s short side; areas li
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,7 +81,8 @@ class Buckets(Section):
         if run.training.compile:
             yield (
                 f"training.compile: given true beside a resolution of {len(self.shapes)} shapes: blocks are compiled "
-                "anew for each of them; set training.compile=false unless the run is long"
+                "anew for other shapes than the first, at worst for each; set training.compile=false unless the run is "
+                "long"
             )
 
 
@@ -97,6 +99,14 @@ def _wide(pixels: int, multiple: int, max_aspect: float) -> tuple[Shape, ...]:
             break
         found.append((short * multiple, long * multiple))
     return tuple(found)
+
+
+class Shapes:
+    """The shape of every example, counted once. It equals itself alone: a key of caches without a look at each."""
+
+    def __init__(self, of: Sequence[Hashable]) -> None:
+        self.of = of
+        self.counts: Mapping[Hashable, int] = Counter(of)
 
 
 def by_shape(shapes: Sequence[Hashable]) -> list[list[int]]:

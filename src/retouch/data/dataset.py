@@ -19,7 +19,7 @@ from typing import overload
 from PIL import Image
 
 from retouch.data.base import DataError, DataSection, ImageOptions, ItemDoubt, ItemError, ItemFiles
-from retouch.data.buckets import Buckets, Shape
+from retouch.data.buckets import Buckets, Shape, Shapes
 from retouch.data.checking import Alone, find_problems, in_threads, memory_of
 from retouch.data.identity import files_of
 from retouch.errors import ImageProblem
@@ -111,6 +111,11 @@ class Dataset(Sequence[Example]):
     def shapes(self) -> list[Shape]:
         """(height, width) of every example, by position."""
         return shapes_of(self.items, self.config)
+
+    @cached_property
+    def counted_shapes(self) -> Shapes:
+        """`shapes` for `batch_examples`."""
+        return Shapes(self.shapes)
 
 
 def shapes_of(items: Sequence[ItemFiles], config: DataSection, processes: Processes | None = None) -> list[Shape]:

@@ -4,18 +4,23 @@ raises a ConfigError that names the section."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from retouch.algorithms.base import RlConfig
 from retouch.data.base import ItemFiles
+from retouch.data.buckets import by_shape
 from retouch.data.dataset import Dataset
 from retouch.data.identity import trained_on
 from retouch.data.sampler import easiest
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from retouch.config import Derived, RunConfig
+
+
+MOST_SITTING_OUT = 0.1
+"""Share of the examples of a shape that may sit out every pass without a warning."""
 
 
 def require_targets(config: RunConfig, data: Dataset) -> None:
@@ -83,7 +88,8 @@ def require_held_out(config: RunConfig, held_out: Dataset | None, *training: Dat
 
 
 def require_groups(config: RunConfig, derived: Derived, data: Dataset) -> str | None:
-    """Refuse fewer examples than an epoch takes different ones -> a warning of those that no epoch takes, or None."""
+    """Refuse fewer examples than an epoch takes different ones -> a warning of those that no epoch takes, and of shapes
+    that are trained on less often, or None."""
     if derived.global_groups_per_epoch > len(data):
         raise ConfigError(
             f"rollout: an epoch takes {derived.global_groups_per_epoch} different examples (global_groups_per_batch x "
@@ -99,7 +105,52 @@ def require_groups(config: RunConfig, derived: Derived, data: Dataset) -> str | 
             f"takes {derived.global_groups_per_epoch} different ones; set fewer stages, or lower "
             "rollout.global_groups_per_batch x batches_per_epoch"
         )
-    return left_out
+    return "; ".join(filter(None, (left_out, _sitting_out(derived.global_groups_per_epoch, data)))) or None
+
+
+def _sitting_out(groups: int, data: Dataset) -> str | None:
+    """A warning of shapes of which a large share sits out every pass, while others are trained on whole, or None; of
+    runs without epochs, whose `groups` are 0, there is none."""
+    counts = Counter(data.shapes) if groups else {}
+    left = {s: (n % groups, n) for s, n in counts.items() if n >= groups and n % groups > MOST_SITTING_OUT * n}
+    if not left or len(counts) < 2:
+        return None
+    told = ", ".join(f"{height} x {width}: {out} of {n}" for (height, width), (out, n) in sorted(left.items()))
+    return (
+        f"data.resolution: some shapes are trained on less often, because an epoch takes {groups} examples of one, and "
+        f"what is left of a shape sits out the pass ({told}); lower rollout.global_groups_per_batch x "
+        "batches_per_epoch, or set a larger data.resolution.multiple"
+    )
+
+
+def shape_warnings(config: RunConfig, derived: Derived, data: Dataset, warmup: Dataset) -> list[str]:
+    """Warnings of shapes that are too rare for the steps on given images: none where all examples have one."""
+    steps = {"data": data} if config.algorithm.given_images else {}
+    if config.algorithm.supervised_steps(config):
+        steps["warmup_data" if config.warmup_data else "data"] = warmup
+    found: list[str] = []
+    for name, given in steps.items():
+        positions = by_shape(given.shapes)
+        shapes = sorted((given.shapes[of[0]], len(of)) for of in positions if len(of) < derived.global_rows_per_step)
+        if shapes and len(positions) > 1:
+            told = ", ".join(f"{height} x {width}: {count}" for (height, width), count in shapes)
+            found.append(
+                f"{name}.resolution: a step takes {derived.global_rows_per_step} examples of one shape, and repeats "
+                f"those of shapes with fewer ({told}); set a larger {name}.resolution.multiple, which makes fewer "
+                "shapes, or a smaller step"
+            )
+    return found + list(_lacking(config, data))
+
+
+def _lacking(config: RunConfig, data: Dataset) -> Iterator[str]:
+    """What an algorithm would refuse in data of one shape alone: its steps have no others."""
+    positions = by_shape(data.shapes)
+    for of in positions if len(positions) > 1 else ():
+        try:
+            config.algorithm.check_items([data.items[position] for position in of])
+        except DataError as error:
+            height, width = data.shapes[of[0]]
+            yield f"data.resolution: of the shape {height} x {width}, whose steps have no others, {error}"
 
 
 def require_groups_of_one_shape(groups: int, data: Dataset) -> str | None:

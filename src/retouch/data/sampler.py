@@ -15,12 +15,13 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 from typing import TypeVar
 
+from retouch.data.buckets import Shapes
 from retouch.data.dataset import DataError
 
 T = TypeVar("T")
@@ -59,39 +60,59 @@ def shuffled(size: int, seed: int, number: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def batch_examples(size: int, rows: int, seed: int, step: int, shapes: Sequence[Hashable] = ()) -> list[int]:
+def batch_examples(size: int, rows: int, seed: int, step: int, shapes: Sequence[Hashable] | Shapes = ()) -> list[int]:
     """The examples of supervised step `step`: consecutive pieces of an endless stream, shuffled anew in each pass. Each
     shape has a stream of its own, and the step is the one whose piece is complete next in all of them together.
 
     Args:
         shapes: of every example; none: all have one.
     """
-    counts = Counter(shapes or [None] * size)
-    shape, piece = _next_piece(size, rows, seed, step, shapes, counts)
+    known = shapes if isinstance(shapes, Shapes) else Shapes(shapes)
+    if len(known.counts) < 2:
+        return _piece(range(step * rows, (step + 1) * rows), size, lambda number: shuffled(size, seed, number))
+    shape, piece = _next_piece(known, rows, seed, step)
     places = range(piece * rows, (piece + 1) * rows)
-    of_pass = {number: shuffled(size, seed, number) for number in {p // counts[shape] for p in places}}
-    if len(counts) > 1:
-        of_pass = {number: [i for i in order if shapes[i] == shape] for number, order in of_pass.items()}
-    return [of_pass[p // counts[shape]][p % counts[shape]] for p in places]
+    return _piece(places, known.counts[shape], lambda number: _by_shape(known, seed, number)[shape])
 
 
-def _next_piece(
-    size: int, rows: int, seed: int, step: int, shapes: Sequence[Hashable], counts: Mapping[Hashable, int]
-) -> tuple[Hashable, int]:
+def _piece(places: range, size: int, order: Callable[[int], Sequence[int]]) -> list[int]:
+    """Consecutive places of the endless stream of passes over `size` examples."""
+    passes = {number: order(number) for number in {p // size for p in places}}
+    return [passes[p // size][p % size] for p in places]
+
+
+@lru_cache(maxsize=16)  # as of `shuffled`
+def _by_shape(shapes: Shapes, seed: int, number: int) -> Mapping[Hashable, Sequence[int]]:
+    """The examples of each shape in the order of pass `number`."""
+    found: dict[Hashable, list[int]] = {shape: [] for shape in shapes.counts}
+    for example in shuffled(len(shapes.of), seed, number):
+        found[shapes.of[example]].append(example)
+    return found
+
+
+def _next_piece(shapes: Shapes, rows: int, seed: int, step: int) -> tuple[Hashable, int]:
     """The shape of a supervised step, and the number of the step's piece in the stream of that shape."""
-    if len(counts) == 1:
-        return next(iter(counts)), step
 
     def taken(passes: int) -> int:
         """Steps whose last example is in the first so many passes."""
-        return sum(passes * count // rows for count in counts.values())
+        return sum(passes * count // rows for count in shapes.counts.values())
 
     # each shape holds back less than a step
-    number = bisect_right(range((step + len(counts)) * rows // size + 2), step, key=taken) - 1
+    number = bisect_right(range((step + len(shapes.counts)) * rows // len(shapes.of) + 2), step, key=taken) - 1
+    return _pieces(shapes, rows, seed, number)[step - taken(number)]
+
+
+@lru_cache(maxsize=16)
+def _pieces(shapes: Shapes, rows: int, seed: int, number: int) -> Sequence[tuple[Hashable, int]]:
+    """The steps that pass `number` completes, as `_next_piece` returns one."""
+    of, counts = shapes.of, shapes.counts
     waiting = {shape: number * count % rows for shape, count in counts.items()}
-    complete = list(_complete(shuffled(size, seed, number), rows, shapes, waiting))[: step - taken(number) + 1]
-    shape = shapes[complete[-1]]
-    return shape, number * counts[shape] // rows + sum(shapes[i] == shape for i in complete) - 1
+    begun = {shape: number * count // rows for shape, count in counts.items()}
+    found: list[tuple[Hashable, int]] = []
+    for example in _complete(shuffled(len(of), seed, number), rows, of, waiting):
+        found.append((of[example], begun[of[example]]))
+        begun[of[example]] += 1
+    return found
 
 
 def _complete(

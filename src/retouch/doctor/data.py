@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from retouch.config import ConfigError, RunConfig, derive
 from retouch.config.needs import data_sections, needed_pictures
@@ -45,7 +45,7 @@ def data_lines(run: RunConfig, world_size: int, check_prompts: CheckPrompts | No
         yield Line("warning", "evaluation.data", "none: the run evaluates on training examples; set evaluation.data")
     if "data" in read:
         warmup = read.get("warmup_data", read["data"])
-        yield from _checked("examples", partial(_enough, run, world_size, read["data"], warmup))
+        yield from _checked("examples", partial(_enough, run, world_size, read["data"], warmup), "warning")
     if "data" in read and "evaluation.data" in read:
         training = [data for name, data in read.items() if name != "evaluation.data"]
         yield from _checked("evaluation.data", partial(_held_out, run, read["evaluation.data"], *training))
@@ -106,9 +106,13 @@ def _texts(run: RunConfig, name: str, data: Dataset) -> Iterator[Line]:
         )
 
 
-def _checked(what: str, check: Callable[[], str | None]) -> Iterator[Line]:
+def _checked(what: str, check: Callable[[], str | None], result: Literal["ok", "warning"] = "ok") -> Iterator[Line]:
     """The result of a check in a line: an InputError must be fixed; None needs no line, as a package that is missing,
-    which the line of its extra reports."""
+    which the line of its extra reports.
+
+    Args:
+        result: what the text of a check is.
+    """
     try:
         found = check()
     except ImportError:
@@ -117,17 +121,21 @@ def _checked(what: str, check: Callable[[], str | None]) -> Iterator[Line]:
         yield Line("fix", what, str(error))
     else:
         if found is not None:
-            yield Line("ok", what, found)
+            yield Line(result, what, found)
 
 
-def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> None:
-    """Check for the labels of KTO, for targets of supervised steps, and for enough examples of an epoch."""
-    from retouch.data.rules import require_groups, require_targets
+def _enough(run: RunConfig, world_size: int, data: Dataset, warmup: Dataset) -> str | None:
+    """Check for the labels of KTO, for targets of supervised steps, and for enough examples of an epoch -> warnings,
+    or None."""
+    from retouch.data.rules import require_groups, require_targets, shape_warnings
 
-    if not run.algorithm.trains_text_encoder:  # a generation may repeat a prompt
-        run.algorithm.check_items(data.items)
-        require_targets(run, warmup)
-        require_groups(run, derive(run, world_size), data)
+    if run.algorithm.trains_text_encoder:  # a generation may repeat a prompt
+        return None
+    run.algorithm.check_items(data.items)
+    require_targets(run, warmup)
+    derived = derive(run, world_size)
+    left_out = require_groups(run, derived, data)
+    return "; ".join(filter(None, (left_out, *shape_warnings(run, derived, data, warmup)))) or None
 
 
 def _held_out(run: RunConfig, held_out: Dataset, *training: Dataset) -> None:

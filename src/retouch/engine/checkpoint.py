@@ -11,7 +11,7 @@ checkpoints/step-000040/
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +33,7 @@ from retouch.engine.saved import (
     reason_of,
     verify_files,
 )
-from retouch.errors import CheckpointError, DamagedFile
+from retouch.errors import CheckpointError, ConfigError, DamagedFile
 from retouch.files.saved_tensors import load_saved
 from retouch.process.process_wide import rng_state, set_rng_state
 from retouch.types import Processes
@@ -60,6 +60,7 @@ class Checkpoints:
         self._save_weights = save_weights
         self._load_weights = load_weights
         self.keep = keep
+        self._is_readable = False
 
     def save(
         self,
@@ -90,6 +91,7 @@ class Checkpoints:
         optimizer = engine.state_dict()
         if engine.is_main:
             torch.save(optimizer, writing / "optimizer.pt")
+            self._require_readable(writing / "optimizer.pt", engine.config.factory)
             torch.save(rng_state(), writing / "rng.pt")
             if everyones is not None:
                 rows = {f"{rank}/{name}": t for rank, own in enumerate(everyones) for name, t in own.items()}
@@ -101,6 +103,24 @@ class Checkpoints:
         engine.barrier()
         return folder
 
+    def _require_readable(self, file: Path, factory: str | None) -> None:
+        """Read the first state of an `optimizer.factory` back: what torch loads without running it depends on the
+        class, and at a resume the steps would be lost.
+
+        Raises:
+            ConfigError: the state holds something else.
+        """
+        if factory is None or self._is_readable:
+            return
+        try:
+            load_saved(file, mmap=True)
+        except DamagedFile as error:
+            raise ConfigError(
+                f"optimizer.factory: given {factory!r}, from whose state no run could resume: {error}; set a "
+                "class whose state is tensors and plain values"
+            ) from None
+        self._is_readable = True
+
     def _save_policy(self, weights: Mapping[str, Tensor], name: str | None, writing: Path, engine: Engine) -> None:
         if not engine.is_main:
             return
@@ -110,8 +130,13 @@ class Checkpoints:
         (writing / "snapshots").mkdir(exist_ok=True)
         _save_tensors(weights, writing / "snapshots" / f"{name}.safetensors")
 
-    def load(self, folder: Path, engine: Engine, policy: Policy) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+    def load(
+        self, folder: Path, engine: Engine, policy: Policy, options: Iterable[str] = ()
+    ) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Restore everything -> (state, rollouts).
+
+        Args:
+            options: names of `optimizer.options` that it was written under.
 
         Raises:
             CheckpointError: incomplete, damaged, weights of another model, or weights and moments with NaN or Inf.
@@ -141,7 +166,7 @@ class Checkpoints:
                 policy.load(snapshot, name)
         except ValueError as error:
             raise CheckpointError(f"{folder}: {error}; was model.train changed since?") from None
-        engine.load_state_dict(optimizer)
+        engine.load_state_dict(optimizer, options)
         set_rng_state(rng)
         return state, tensors
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -293,8 +293,13 @@ class Engine:
         moments = self._parallel.state_dict(keep=self.is_main)
         return {"optimizer": moments, "scaler": scaler.state_dict() if scaler else None}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._parallel.load_state_dict(with_own_options(state["optimizer"], self.optimizer, self.config))
+    def load_state_dict(self, state: dict[str, Any], options: Iterable[str] = ()) -> None:
+        """Restore `state_dict`, under the options of the run file.
+
+        Args:
+            options: names of `optimizer.options` in the run file that the state was written under.
+        """
+        self._parallel.load_state_dict(with_own_options(state["optimizer"], self.optimizer, self.config, options))
         if self.accelerator.scaler is not None and state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 

@@ -9,6 +9,8 @@ parameter is this process's shard, on which EMA, snapshots, swaps and AdamW oper
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,19 +162,28 @@ def whole_optimizer(state: dict[str, Any], *, keep: bool) -> dict[str, Any]:
         whole = value.full_tensor()
         return whole.cpu() if keep else None
 
-    moments = {i: {name: gathered(v) for name, v in entry.items()} for i, entry in state["state"].items()}
+    moments = {i: _each(entry, gathered) for i, entry in state["state"].items()}
     return {**state, "state": moments}
 
 
 def sharded_optimizer(state: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
     """The inverse of `whole_optimizer`: moments cut like the optimizer's `parameters`."""
 
-    def cut(value: Any, parameter: nn.Parameter) -> Any:
+    def cut(parameter: nn.Parameter, value: Any) -> Any:
         if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape):
             return value
         return distribute_tensor(
             value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
         )
 
-    moments = {i: {name: cut(v, parameters[i]) for name, v in entry.items()} for i, entry in state["state"].items()}
+    # keys that are no position, and entries that are no dict, are what a class keeps beside its parameters
+    moments = {
+        i: _each(entry, partial(cut, parameters[i])) if isinstance(i, int) else entry
+        for i, entry in state["state"].items()
+    }
     return {**state, "state": moments}
+
+
+def _each(entry: Any, change: Callable[[Any], Any]) -> Any:
+    """An entry of the state of an optimizer, its values changed; one that is no dict as it is."""
+    return {name: change(value) for name, value in entry.items()} if isinstance(entry, dict) else entry

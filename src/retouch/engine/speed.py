@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,7 +104,7 @@ def _custom_optimizer(
     kind, given = load_named("optimizer.factory", factory, "class"), f"optimizer.factory: given {factory!r}, which"
     try:
         optimizer = kind(parameters, lr=config.lr, **config.options)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever the class raises: a missing library, an assertion, a key
         raise ConfigError(f"{given} raised {type(error).__name__}: {error}; set optimizer.options to fit it") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"{given} made {type(optimizer).__name__}; expected a subclass of torch.optim.Optimizer")
@@ -118,9 +118,15 @@ def _custom_optimizer(
     return optimizer
 
 
-def with_own_options(state: Mapping[str, Any], optimizer: Any, config: OptimizerConfig) -> dict[str, Any]:
-    """A saved state with the options of the run file, as this optimizer has them, in place of the checkpoint's."""
-    names = ("betas", "weight_decay", "eps") if config.factory is None else config.options
+def with_own_options(
+    state: Mapping[str, Any], optimizer: Any, config: OptimizerConfig, before: Iterable[str] = ()
+) -> dict[str, Any]:
+    """A saved state with the options of the run file, as this optimizer has them, in place of the checkpoint's.
+
+    Args:
+        before: names of `optimizer.options` in the checkpoint: one that the run file has no more is at its default.
+    """
+    names = ("betas", "weight_decay", "eps") if config.factory is None else {*config.options, *before}
     own = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
     return {**state, "param_groups": [{**saved, **new} for saved, new in zip(state["param_groups"], own, strict=True)]}
 

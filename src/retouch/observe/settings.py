@@ -12,9 +12,11 @@ from typing import Any
 
 import yaml
 
+from retouch.algorithms.vlm_grpo.trl_options import DEFAULTS as TRL_DEFAULTS
+from retouch.algorithms.vlm_grpo.trl_options import SAMPLING
 from retouch.config import yaml12
 from retouch.config.load import with_new_names
-from retouch.config.parts import model_of
+from retouch.config.parts import completed, model_of
 from retouch.errors import ConfigError
 from retouch.files.disk import is_own
 from retouch.observe.run_dir import MOST_TEXT, read_config
@@ -24,6 +26,18 @@ from retouch.rewards.judge import with_judge
 logger = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
+
+_SAME_IMAGES = (
+    "offload_text_encoders", "offload_vae", "free_text_encoders", "embeddings", "init", "initial_adapter",
+    "reference_dropout",
+)  # fmt: skip
+"""Options of `model` that change no image of given weights."""
+
+_COMPLETIONS = ("conditioning", "negative_encoder", "on_overflow")
+"""Options of vlm_grpo that change the conditions of images."""
+
+_CHOOSES_EXAMPLES = ("limit", "max_bad_items", "curriculum")
+"""Options of data that change no example: evaluations are compared on those that both have."""
 
 
 def sampling_differences(one: Record, other: Record) -> dict[str, tuple[Any, Any]]:
@@ -99,20 +113,42 @@ def alike(run: Path, evaluations: Sequence[dict[str, Any]]) -> list[dict[str, An
 
 
 def _settings(run_file: Any) -> Record:
-    """A run file under the names of today, its rewards with what they have from the section `judge`."""
+    """A run file under the names of today, with what its rewards have from the section `judge`, and with the defaults
+    of keys that it does not have."""
     run = with_new_names(run_file)
     with suppress(ValueError):
-        return dict(with_judge(run))
-    return run
+        run = dict(with_judge(run))
+    return completed(run)
 
 
 def _evaluated_otherwise(then: Record, now: Record) -> list[str]:
     """Keys by which two run files sample or score evaluations differently."""
     data, weights = ([_of_evaluations(run)[part] for run in (then, now)] for part in ("data", "weights"))
     rewards = {name: (entry, now["rewards"][name]) for name, entry in then["rewards"].items() if name in now["rewards"]}
-    keys = [*sampling_differences(then, now), *(f"evaluation.data.{key}" for key in differing(*data))]
+    keys = [*sampling_differences(then, now), *differing(_sampler(then), _sampler(now))]
+    keys += [f"evaluation.data.{key}" for key in differing(*data) if key not in _CHOOSES_EXAMPLES]
     keys += ["evaluation.weights"] if weights[0] != weights[1] else []
     return keys + [f"rewards.{name}.{key}" for name, pair in rewards.items() for key in scoring_differences(*pair)]
+
+
+def _sampler(run: Record) -> dict[str, Any]:
+    """What makes an evaluation's images of the weights, by dotted key: the model, its precision, and how vlm_grpo
+    writes completions. Paths without their folders, because models may be moved."""
+    model = by_dotted_key({"model": run["model"]})
+    algorithm = run["algorithm"]
+    trl = {**TRL_DEFAULTS, **SAMPLING, **(algorithm.get("trl") or {})}
+    return {
+        **{key: _name_of(key, value) for key, value in model.items() if key.split(".")[-1] not in _SAME_IMAGES},
+        "training.mixed_precision": run["training"]["mixed_precision"],
+        **{f"algorithm.{name}": algorithm.get(name) for name in _COMPLETIONS},
+        **{
+            f"algorithm.trl.{name}": trl.get(name) for name in (*SAMPLING, "max_completion_length", "generation_kwargs")
+        },
+    }
+
+
+def _name_of(key: str, value: Any) -> Any:
+    return Path(value).name if key.split(".")[-1] in ("path", "image_encoder") and isinstance(value, str) else value
 
 
 def _of_evaluations(run: Record) -> Record:

@@ -154,10 +154,10 @@ class RewardEntry(Section):
     """Replaces the product: this reward counts in full if its gate reaches this value, and not at all below it."""
     gate_floor: Annotated[float, GATED] = 0.0
     """Value of the reward when its gate is closed; set it for rewards whose values are not above 0."""
-    transform: Annotated[Literal["none", "win_rate"], TRAINED, ReadBy("epochs")] = "none"
+    transform: Annotated[Literal["none", "win_rate"], TRAINED, ReadBy("epochs", anew=True)] = "none"
     """"win_rate" trains on the fraction of the group's other samples that a sample beats (a tie counts half) instead of
     the value."""
-    min_group_std: Annotated[NonNegative, TRAINED, ReadBy("epochs")] = 0.0
+    min_group_std: Annotated[NonNegative, TRAINED, ReadBy("epochs", anew=True)] = 0.0
     """A group whose standard deviation does not exceed this gets no advantage from this reward; for win_rate, closer
     values are a tie. Set it to the standard deviation of repeated scores of one image (`retouch reward probe`)."""
 

@@ -17,7 +17,13 @@ from retouch.algorithms.base import AdvantageConfig
 from retouch.config import Derived, RunConfig, derive
 from retouch.config.needs import needed_pictures
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
-from retouch.data.rules import require_groups, require_held_out, require_one_batch, require_targets
+from retouch.data.rules import (
+    require_groups,
+    require_held_out,
+    require_one_batch,
+    require_targets,
+    shape_warnings,
+)
 from retouch.data.texts import require_texts_of
 from retouch.engine import Checkpoints, Engine, Policy
 from retouch.families.embeddings import require_prompts
@@ -119,9 +125,12 @@ def build(config: RunConfig) -> Run:
     config.algorithm.check_items(data.items)
     if isinstance(config.algorithm, AdvantageConfig):
         config.algorithm.advantage_function()  # refused before minutes go into the model
+    if config.optimizer.factory is not None:  # as that one
+        load_named("optimizer.factory", config.optimizer.factory, "class")
     require_targets(config, warmup)
-    if (left_out := require_groups(config, derived, data)) and engine.is_main:
-        logger.warning("%s", left_out)
+    left_out = require_groups(config, derived, data)
+    for warning in filter(None, (left_out, *shape_warnings(config, derived, data, warmup))) if engine.is_main else ():
+        logger.warning("%s", warning)
     apart = require_held_out(config, held_out, data, warmup)
     run_dir = RunDir(config, main=engine.is_main)
     require_can_begin(config, run_dir)

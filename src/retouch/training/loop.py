@@ -199,7 +199,7 @@ class Loop:
     def _positions(self, data: Dataset, step: int, global_rows: range) -> list[int]:
         """Positions in `data` of this process's rows of a step."""
         count = len(global_rows) * self.run.engine.world_size
-        of_all = batch_examples(len(data), count, self.config.seed, step, data.shapes)
+        of_all = batch_examples(len(data), count, self.config.seed, step, data.counted_shapes)
         return of_all[global_rows.start : global_rows.stop]
 
     def _rl_learning_rate(self) -> float:

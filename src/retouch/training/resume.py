@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import yaml
 from pydantic_core import to_jsonable_python
 
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
-from retouch.config.base import Section
+from retouch.config.base import Section, sections
 from retouch.config.load import with_new_names
 from retouch.config.optimizer import DEFAULT_ACCUMULATION
 from retouch.config.reads import EARLIER_DEFAULTS
@@ -127,7 +128,7 @@ def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> None
         CheckpointError: with the option that must be set back.
     """
     _require_same_kind(folder, state, config)
-    _warn_of_changes(state["config"], dump_run(config))
+    _warn_of_changes(state["config"], dump_run(config), _default_lines(config))
 
 
 def require_it_fits(config: RunConfig, run_dir: RunDir) -> None:
@@ -353,15 +354,28 @@ def _defaults(kind: type[Section], given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _warn_of_changes(saved: str, current: str) -> None:
-    """Log every line of the run file that differs; one with the default of before there was its key does not."""
+def _default_lines(config: RunConfig) -> set[str]:
+    """Lines of a run file that every option of a later version has at its default."""
+    later = {key.rpartition(".")[2] for key in EARLIER_DEFAULTS}  # those have another default than before
+    found = (_own_defaults(section) for _, section in sections(config))
+    own = [{name: value for name, value in defaults.items() if name not in later} for defaults in found]
+    return {line.strip() for defaults in own for line in yaml.dump(defaults, Dumper=yaml12.Dumper).splitlines()}
+
+
+def _warn_of_changes(saved: str, current: str, defaults: Collection[str] = ()) -> None:
+    """Log every line of the run file that differs; one with the default of before there was its key does not.
+
+    Args:
+        defaults: lines that change nothing where their keys are missing in the saved file.
+    """
     before, now = saved.splitlines(), current.splitlines()
     options = {key.rpartition(".")[2]: json.dumps(value) for key, value in EARLIER_DEFAULTS.items()}
     keys = {line.strip().partition(":")[0] for line in before}
     unchanged = {f"{option}: {value}" for option, value in options.items() if option not in keys}
     for line in now:
         key, _, value = line.strip().partition(": ")
-        if key not in keys and value == "null":  # an option of a later version, which is not used
+        # an option of a later version, which is not used
+        if key not in keys and (value == "null" or line.strip() in defaults):
             continue
         if line not in before and not line.startswith("resume:") and line.strip() not in unchanged:
             logger.warning("changed since the checkpoint: %s", line.strip())

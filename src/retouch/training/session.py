@@ -14,7 +14,7 @@ from typing import Any
 
 from retouch.adapters.lora import is_update
 from retouch.engine import CheckpointError, Diverged
-from retouch.engine.saved import sound_state
+from retouch.engine.saved import saved_run_file, sound_state
 from retouch.observe.bar import Work
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
@@ -123,7 +123,9 @@ class Session(Loop):
         missing = {"updates_in_epoch": taken["position"], "on_policy": "old" not in self.config.algorithm.snapshots}
         vars(self.progress).update(restored(Progress, {**missing, **taken}))
         self._require_fit(folder, state)
-        _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy)
+        optimizer: Mapping[str, Any] = saved_run_file(state, folder)["optimizer"]
+        options = optimizer.get("options") or ()  # not in older checkpoints
+        _, rollouts = self.run.checkpoints.load(folder, self.run.engine, self.run.policy, options)
         self._resumed_rows = None if rollouts is None else without_keys(self.run, folder, rollouts)
         self.recorder.rows_left = self._resumed_rows
         # halved before the checkpoint: sums of other forwards would round differently

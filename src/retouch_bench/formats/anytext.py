@@ -123,7 +123,7 @@ class AnyTextData(AnnotatedData):
     def _item(self, number: int, name: str, caption: str, lines: Sequence[TextLine], root: Path) -> ItemFiles:
         key, prompt = name.split(".")[0], self.prompt_of(caption, lines)
         if self.protocol == "generation":
-            height, width = self.size
+            height, width = self.size_for(None)
             lines = placed(lines, (width / SIDE, height / SIDE), (0.0, 0.0))
             return ItemFiles(number, prompt, metadata=line_fields(lines) | {"key": key})
         return replace(self.repainted(number, prompt, on_disk(root / "imgs" / name), lines, key), target="source")

@@ -48,7 +48,7 @@ class RewardClientConfig(Section):
     each in turn."""
     requests_per_server: Count = 4
     """Open requests per server; further requests wait in the client for the first free server."""
-    probe_every: Annotated[int, Field(ge=0), ReadBy("epochs")] = 0
+    probe_every: Annotated[int, Field(ge=0), ReadBy("epochs", anew=True)] = 0
     """Epochs between probes: the same two images are scored again and compared with their scores at the start of the
     run. 0 disables probes; a paid judge charges for them."""
     probe_tolerance: Annotated[NonNegative, PROBED] = 1e-3
