@@ -49,7 +49,8 @@ def _entry_points() -> Mapping[str, list[tuple[str, str]]]:
     package, and `select` would go through all of them for each registry."""
     found: dict[str, list[tuple[str, str]]] = {}
     read: Any = entry_points()
-    every = chain.from_iterable(dict.values(read)) if isinstance(read, dict) else read  # by group in Python 3.11
+    by_group = isinstance(read, dict)  # in Python 3.11, whose own `values` warns
+    every = chain.from_iterable(dict.values(cast("dict[str, Any]", read))) if by_group else read
     for point in every:
         found.setdefault(point.group, []).append((point.name, point.value))
     for annex, group in ANNEXES.items():
