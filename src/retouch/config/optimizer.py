@@ -81,11 +81,11 @@ class OptimizerConfig(Section):
         ),
     ] = Field(default={})
     """Keyword arguments of `factory` by name, except lr."""
-    betas: Annotated[tuple[Decay, Decay], ADAMW] = (0.9, 0.999)
+    betas: Annotated[tuple[Decay, Decay], ReadBy("diffusion"), ADAMW] = (0.9, 0.999)
     """Decay rates of the two moments."""
-    weight_decay: Annotated[NonNegative, ADAMW] = 1e-4
+    weight_decay: Annotated[NonNegative, ReadBy("diffusion"), ADAMW] = 1e-4
     """Decoupled weight decay; it is multiplied by the learning rate."""
-    eps: Annotated[Positive, ADAMW] = 1e-8
+    eps: Annotated[Positive, ReadBy("diffusion"), ADAMW] = 1e-8
     """Added to the root of the second moment."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after its warm-up: constant, or decaying to 0 at max_steps."""
@@ -107,7 +107,7 @@ class OptimizerConfig(Section):
     """Action when an optimizer step runs out of device memory. "halve" repeats it, and all later steps, with half the
     rows per forward: bitwise identical to a file with batch_size_per_device halved, a step of as many rows and as many
     steps per forward. "stop" ends the run; on several processes both do."""
-    state: Annotated[Literal["fp32", "8bit"], ADAMW] = "fp32"
+    state: Annotated[Literal["fp32", "8bit"], ReadBy("diffusion"), ADAMW] = "fp32"
     """Precision of AdamW's two moments: "8bit" (bitsandbytes, arXiv 2110.02861) takes 2 bytes for a trained weight
     instead of 8; its steps are not exactly the same. For full weights: the moments of a LoRA are small."""
     steps_per_forward: Annotated[Count | Literal["auto"] | None, ReadBy("parts")] = "auto"

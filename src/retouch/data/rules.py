@@ -143,7 +143,7 @@ def shape_warnings(config: RunConfig, derived: Derived, data: Dataset, warmup: D
 
 
 def _lacking(config: RunConfig, data: Dataset) -> Iterator[str]:
-    """What an algorithm would refuse in data of one shape alone: its steps have no others."""
+    """The reason of an algorithm to refuse the examples of one shape alone: steps of the shape have no others."""
     positions = by_shape(data.shapes)
     for of in positions if len(positions) > 1 else ():
         try:

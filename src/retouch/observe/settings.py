@@ -132,8 +132,8 @@ def _evaluated_otherwise(then: Record, now: Record) -> list[str]:
 
 
 def _sampler(run: Record) -> dict[str, Any]:
-    """What makes an evaluation's images of the weights, by dotted key: the model, its precision, and how vlm_grpo
-    writes completions. Paths without their folders, because models may be moved."""
+    """Settings by which weights become images of an evaluation, by dotted key: the model, its precision, and the
+    completions of vlm_grpo. Paths without their folders, because models may be moved."""
     model = by_dotted_key({"model": run["model"]})
     algorithm = run["algorithm"]
     trl = {**TRL_DEFAULTS, **SAMPLING, **(algorithm.get("trl") or {})}
