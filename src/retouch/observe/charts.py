@@ -109,7 +109,7 @@ def _of_fewer(runs: Sequence[Mapping[int, float]], steps: Sequence[int], count: 
 
 def _thinned(line: dict[str, Any]) -> dict[str, Any]:
     """At most `MOST_POINTS` points: the lowest and the highest of each bin, of a band too, at their own steps.
-    `thinned`, which tells page.js not to smooth them: a mean of extremes is not that of the values."""
+    With `thinned`, page.js does not smooth them: a mean of extremes is not that of the values."""
     count = len(line["x"])
     if count <= MOST_POINTS:
         return line

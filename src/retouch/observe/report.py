@@ -282,7 +282,7 @@ def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change
     return part("section", "Evaluation", f"Fixed seeds, plain ODE; {note}", table(Table("evaluation", head, lines)))
 
 
-def rows_of(run: Path, evaluation: Record) -> list[Record]:
+def rows_of(run: Path, evaluation: Mapping[str, Any]) -> list[Record]:
     """The measures of each image of an evaluation."""
     return read_own_rows(run, run / "evaluations" / f"step-{evaluation['step']:06d}" / "rows.jsonl")
 
