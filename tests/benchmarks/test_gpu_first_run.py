@@ -240,7 +240,15 @@ def test_what_is_carried_is_all_that_is_needed() -> None:
     text = gpu_first_run.__doc__ or ""
     there = text.partition("has Python 3.12 with ")[2].partition(": fetch")[0]
     carried = text.partition("# elsewhere")[2].partition("# there")[0]
-    of_others = {"huggingface-hub", "numpy", "safetensors", "pyyaml", "filelock", "pillow"}  # that torch and these need
+    of_others = {
+        "huggingface-hub",
+        "numpy",
+        "safetensors",
+        "pyyaml",
+        "filelock",
+        "pillow",
+        "jinja2",
+    }  # that torch and these need
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = {
         re.split("[>=<]", line)[0] for line in project["dependencies"] + project["optional-dependencies"]["train"]

@@ -16,6 +16,7 @@ from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 from PIL import Image
 
 from retouch.config import ConfigError
+from retouch.config.needs import require_usable_embeddings
 from retouch.config.run import RunConfig
 from retouch.doctor.model import find_model
 from retouch.families.loading import ModelFilesError, load_model
@@ -28,7 +29,7 @@ from retouch.families.tiny import tiny_pipeline
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import latent_shape, noise_for, sample
 from retouch.types import Condition, Example
-from retouch.use.precompute import precompute, usable
+from retouch.use.precompute import precompute
 from tests.families.conftest import random_example
 from tests.families.facts import Facts
 
@@ -294,9 +295,9 @@ def test_a_run_file_says_what_cannot_work() -> None:
             run_of(given)
     prompts = {"format": "prompts", "path": "unread", "resolution": 512}
     assert run_of({"free_text_encoders": True}, data=prompts).model.free_text_encoders
-    usable(run_of({}, data=prompts))
+    require_usable_embeddings(run_of({}, data=prompts))
     with pytest.raises(ConfigError, match="has a text encoder that reads the image with the prompt"):
-        usable(run_of({}))
+        require_usable_embeddings(run_of({}))
     with pytest.raises(
         ValueError, match=r"as one forward for each length of its prompts.* set rollout\.batch_size_per"
     ):

@@ -13,6 +13,7 @@ import typer
 from retouch.cli.options import Json, Overrides, RunFile, Trust, note_loading, parse_size, start_logging
 from retouch.config import load_run
 from retouch.config.errors import nearest
+from retouch.config.needs import require_usable_embeddings
 from retouch.errors import ConfigError
 from retouch.files.disk import writing
 from retouch.tiny import BUILDERS
@@ -79,6 +80,7 @@ def precompute(
     """Encode all prompts, references and images of RUN.yaml; with model.embeddings=OUT a run needs no encoders."""
     start_logging()
     config = load_run(run, overrides or [], trust=trust or None)
+    require_usable_embeddings(config)
     note_loading(config.model.family)
     from retouch.use.precompute import precompute as encode
 

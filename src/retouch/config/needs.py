@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from retouch.config.errors import ConfigError
 from retouch.data.base import DataSection
 
 if TYPE_CHECKING:
@@ -38,3 +39,15 @@ def data_sections(run: RunConfig) -> dict[str, DataSection]:
     """The sections of a run that name examples, by key."""
     named = dict(zip(DATA_SECTIONS, (run.data, run.warmup_data, run.evaluation.data), strict=True))
     return {name: section for name, section in named.items() if section is not None}
+
+
+def require_usable_embeddings(config: RunConfig) -> None:
+    """Raises: ConfigError: a run that may not set `model.embeddings`."""
+    with_sources = any("source" in section.has_images for section in data_sections(config).values())
+    if config.model.vision_tokens(config.data.size) and with_sources:
+        raise ConfigError(
+            f"model.family: {config.model.family} has a text encoder that reads the image with the prompt; "
+            "it cannot encode a prompt alone; train without model.embeddings"
+        )
+    if config.algorithm.trains_text_encoder:
+        raise ConfigError("algorithm.name: vlm_grpo trains the text encoder; its embeddings cannot be kept")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from retouch.config import ConfigError, RunConfig
-from retouch.config.needs import DATA_SECTIONS, data_sections, needed_pictures
+from retouch.config import RunConfig
+from retouch.config.needs import DATA_SECTIONS, data_sections, needed_pictures, require_usable_embeddings
 from retouch.data.base import DataSection, ItemError, ItemFiles
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.engine.speed import choose_kernels
@@ -30,7 +30,7 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
         ConfigError, DataError, ModelFilesError: a run that can use no embeddings; a folder of another model; no usable
             data or model.
     """
-    usable(config)
+    require_usable_embeddings(config)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     choose_kernels(device, config.training)
     given = config.model.model_copy(update={"embeddings": None})
@@ -55,18 +55,6 @@ def add_example(cache: EmbeddingCache, model: FamilyModel, example: Example) -> 
     for image in (example.target, example.win, example.lose):  # of supervised steps and given pairs
         if image is not None:
             model.encode_images(image_pixels(stack_above(example.strip, image))[None])
-
-
-def usable(config: RunConfig) -> None:
-    """Raises: ConfigError: a run that may not set `model.embeddings`."""
-    with_sources = any("source" in section.has_images for section in data_sections(config).values())
-    if config.model.vision_tokens(config.data.size) and with_sources:
-        raise ConfigError(
-            f"model.family: {config.model.family} has a text encoder that reads the image with the prompt; "
-            "it cannot encode a prompt alone; train without model.embeddings"
-        )
-    if config.algorithm.trains_text_encoder:
-        raise ConfigError("algorithm.name: vlm_grpo trains the text encoder; its embeddings cannot be kept")
 
 
 def datasets(config: RunConfig) -> list[Dataset]:
