@@ -245,4 +245,4 @@ def test_examples_without_targets_are_refused_in_one_line(
             f"error: {section}: example 100 (and 7 more) has no target image, which supervised steps need; {remedy}"
             "name data with targets under warmup_data\n"
         )
-        assert (outcome.code, outcome.err) == (2, message)
+        assert (outcome.code, outcome.err.splitlines(keepends=True)[-1]) == (2, message)  # after "loading torch"

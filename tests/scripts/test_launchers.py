@@ -268,7 +268,7 @@ def test_a_list_of_descriptions_trains_by_its_launcher(
     }
     assert "evaluating on training examples" in " ".join((run / "log.txt").read_text(encoding="utf-8").split())
     report = (run / "report.html").read_text(encoding="utf-8")
-    assert "clip" in report and "Before and after" in report and "OCR" not in report
+    assert "eval/clip" in report and "<h2>Gallery</h2>" in report and "OCR" not in report
 
 
 def test_the_server_command_exists_and_takes_its_variables() -> None:
