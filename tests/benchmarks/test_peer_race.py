@@ -24,11 +24,13 @@ def test_the_page_holds_the_measured_rows() -> None:
 
 
 def test_every_measured_row_did_equal_work_and_is_not_behind() -> None:
-    """At least 7 pairs; equal forwards but for `fast`, whose steps are fewer."""
+    """At least 7 pairs; equal forwards but for `fast`, whose steps are fewer, and but for the counted first epoch of
+    DiffusionNFT, in which the old policy is the trained one and ours leaves its forwards out."""
     for row in RESULT["rows"]:
         ours, theirs = row["forwards"]["ours"], row["forwards"]["theirs"]
         assert row["pairs"] >= 7 and max(ours["text"]) == max(theirs["text"])
-        equal = all(ours[name] == theirs[name] for name in ("rows", "trained_rows"))
+        old = ours["trained_rows"] if "NFT" in row["row"] else 0
+        equal = (ours["rows"] + old, ours["trained_rows"]) == (theirs["rows"], theirs["trained_rows"])
         assert equal or row["row"].startswith("fast")
         assert row["interval_without_decoder"][0] <= 1 and row["memory"] <= 1.05
 
