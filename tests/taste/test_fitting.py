@@ -9,7 +9,7 @@ import pytest
 
 from retouch.errors import ConfigError
 from retouch.taste.choosing import Chooser
-from retouch.taste.fitting import Features, fit_head, folds_of, measure, wilson
+from retouch.taste.fitting import Features, consistency, fit_head, folds_of, measure, wilson
 from retouch.taste.votes import Vote, VoteFile
 from tests.taste.voters import features_of, first_feature, images_of, vote
 
@@ -60,10 +60,10 @@ def test_consistency_and_ceiling_are_those_of_the_repeated_pairs(tmp_path: Path)
     features = features_of(images_of(40, 4))
     inside = 0
     for seed in range(10):
-        found = measure(features, votes_of(features, tmp_path, 200, 0.1, seed))
-        assert found.consistency is not None and found.ceiling is not None
-        assert found.consistency.count == found.ceiling.count >= 8
-        inside += found.consistency.low <= 0.82 <= found.consistency.high
+        found, ceiling = consistency(votes_of(features, tmp_path, 200, 0.1, seed))
+        assert found is not None and ceiling is not None and found.count == ceiling.count >= 8
+        assert ceiling.value == pytest.approx((1 + max(0, 2 * found.value - 1) ** 0.5) / 2)
+        inside += found.low <= 0.82 <= found.high
     assert inside >= 9
 
 

@@ -174,11 +174,13 @@ def folds_of(votes: Sequence[Vote], count: int = _FOLDS) -> NDArray[np.intp]:
 def best_penalty(found: Choices, folds: NDArray[np.intp]) -> float:
     """The penalty under which votes of left-out folds are likeliest."""
 
-    def loss(penalty: float) -> float:
-        parts = ((found[folds != fold], found[folds == fold]) for fold in np.unique(folds))
-        return sum(negative_log_likelihood(held, fit(train, penalty).parameters) for train, held in parts)
-
-    return min(PENALTIES, key=loss)
+    losses = dict.fromkeys(PENALTIES, 0.0)
+    for fold in np.unique(folds):
+        train, held, at = found[folds != fold], found[folds == fold], None
+        for penalty in reversed(PENALTIES):  # each fit starts from the one before
+            at = fit(train, penalty, at).parameters
+            losses[penalty] += negative_log_likelihood(held, at)
+    return min(losses, key=losses.__getitem__)
 
 
 def measure(features: Features, votes: Sequence[Vote]) -> Quality:
@@ -195,7 +197,7 @@ def measure(features: Features, votes: Sequence[Vote]) -> Quality:
     return Quality(
         accuracy=_share(agrees[decided], np.array(examples)[decided]),
         ranking=_ranking(scores[alone], found.answers[alone] == 0, np.array(examples)[alone], folds[alone]),
-        consistency=(repeats := _repeats(votes))[0],
+        consistency=(repeats := consistency(votes))[0],
         ceiling=repeats[1],
         calibration=tuple(
             (float(sure[inside].mean()), float(agrees[decided][inside].mean()), int(inside.sum()))
@@ -257,7 +259,7 @@ def _ranking(
     return Measured(whole["ranking"], low, high, len(scores))
 
 
-def _repeats(votes: Sequence[Vote]) -> tuple[Measured | None, Measured | None]:
+def consistency(votes: Sequence[Vote]) -> tuple[Measured | None, Measured | None]:
     """Consistency and ceiling from the pairs that were shown twice."""
     first = {(vote.voter, vote.number): vote for vote in votes}
     pairs = [(first[vote.voter, vote.repeats], vote) for vote in votes if (vote.voter, vote.repeats) in first]

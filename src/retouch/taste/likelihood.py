@@ -111,12 +111,16 @@ def negative_log_likelihood(found: Choices, parameters: Floats) -> float:
     return -float(log_probabilities(found, parameters)[np.arange(len(found)), found.answers].sum())
 
 
-def fit(found: Choices, penalty: float) -> Fit:
-    """The minimum of the negative log-likelihood + penalty / 2 |w|², by Newton's method from 0."""
+def fit(found: Choices, penalty: float, start: Floats | None = None) -> Fit:
+    """The minimum of the negative log-likelihood + penalty / 2 |w|², by Newton's method.
+
+    Args:
+        start: [D + 2] parameters to start from, which change the time that it takes; None: 0.
+    """
     size = found.alternatives.shape[2]
     weight = np.full(size, _WEAK)
     weight[:-2] = penalty
-    at, value = np.zeros(size), np.inf
+    at, value = np.zeros(size) if start is None else start, np.inf
     for _ in range(_STEPS):
         gradient, curvature = _derivatives(found, at, weight)
         step = np.linalg.solve(curvature, gradient)
@@ -137,9 +141,9 @@ def fit(found: Choices, penalty: float) -> Fit:
 
 def _derivatives(found: Choices, at: Floats, weight: Floats) -> tuple[Floats, Floats]:
     """Gradient [P] and Hessian [P, P] of the penalised negative log-likelihood."""
-    probability = np.exp(log_probabilities(found, at))
-    mean = np.einsum("nk,nkp->np", probability, found.alternatives)
+    used = found.offered.any(axis=0)  # two of four, of voters who always decide
+    probability, alternatives = np.exp(log_probabilities(found, at))[:, used], found.alternatives[:, used]
+    mean = np.einsum("nk,nkp->np", probability, alternatives)
     chosen = found.alternatives[np.arange(len(found)), found.answers]
-    rows = found.alternatives * np.sqrt(probability)[:, :, None]
-    flat = rows.reshape(-1, rows.shape[2])
+    flat = (alternatives * np.sqrt(probability)[:, :, None]).reshape(-1, alternatives.shape[2])
     return (mean - chosen).sum(0) + weight * at, flat.T @ flat - mean.T @ mean + np.diag(weight)
