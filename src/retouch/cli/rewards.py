@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
-from retouch.cli.options import start_logging
+from retouch.cli.options import Json, start_logging
+from retouch.errors import ConfigError
 from retouch.files.disk import writing
 
 app = typer.Typer(no_args_is_help=True, help="Serve reward models, or score one image.")
@@ -177,3 +178,33 @@ def env(
     for words in commands if start else ():
         if code := subprocess.run(words).returncode:
             raise typer.Exit(code)
+
+
+@app.command()
+def fit(
+    votes: Annotated[Path, typer.Argument(help="Votes of `retouch label`.")],
+    out: Annotated[Path, typer.Option(help="File of the reward.")] = Path("taste.safetensors"),
+    extractor: Annotated[
+        str,
+        typer.Option(help='Image encoder: hub id or folder of a SigLIP, CLIP or DINOv2; "tiny": the package\'s own.'),
+    ] = "google/siglip-so400m-patch14-384",
+    voter: Annotated[str | None, typer.Option(help="Whose votes; default: everybody's.")] = None,
+    half: Annotated[
+        str | None, typer.Option(help="first or second half of the examples, for a second, gold reward.")
+    ] = None,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Fit a reward to votes, and measure it on held-out examples."""
+    start_logging()
+    if half not in (None, "first", "second"):
+        raise ConfigError(f"--half: given {half!r}; allowed: first, second")
+    from retouch.taste.reward import fit_reward, lines_of
+
+    with writing(out):
+        taste, quality = fit_reward(votes, out, extractor, voter=voter, half=cast("Any", half), device=device)
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), "min_group_std": taste.noise, **taste.about}, indent=2))
+        return
+    entry = f"rewards.taste={{path: {out}, min_group_std: {taste.noise:.3g}}}"
+    typer.echo("\n".join([*lines_of(quality, taste.about["votes"]), f"{out}: train with {shlex.quote(entry)}"]))

@@ -104,6 +104,9 @@ def sample(
         float, typer.Option(min=0, help="Margin of that box, as a share of the mask's longer side.")
     ] = 0.25,
     feather: Annotated[float, typer.Option(min=0, help="Width of the composite's soft edge in pixels.")] = 0.0,
+    for_votes: Annotated[
+        bool, typer.Option("--for-votes", help="Also list the images in OUT/samples.jsonl, for retouch label.")
+    ] = False,
     trust: Trust = False,
 ) -> None:
     """Sample images with trained weights; pixels outside the mask stay unchanged."""
@@ -136,7 +139,7 @@ def sample(
         note_loading(trained.config.model.family)
         from retouch.use.sampling import sample_to_folder
 
-        for path in sample_to_folder(trained, request, chosen, out):
+        for path in sample_to_folder(trained, request, chosen, out, for_votes=for_votes):
             typer.echo(str(path))
 
 
@@ -334,6 +337,48 @@ def watch(
         if open_it:
             typer.launch(server.address)
         server.serve_forever()
+
+
+@app.command()
+def label(
+    images: Annotated[
+        Path, typer.Argument(help="Run directory, folder of images, or list of retouch sample --for-votes.")
+    ],
+    votes: Annotated[Path, typer.Option(help="File that votes are appended to.")] = Path("votes.jsonl"),
+    alone: Annotated[bool, typer.Option("--alone", help="One image, good or bad, instead of two.")] = False,
+    active: Annotated[
+        bool,
+        typer.Option(
+            "--active",
+            help="Ask the most informative pairs, for a fit; without it, pairs at random, for unbiased win rates.",
+        ),
+    ] = False,
+    extractor: Annotated[str, typer.Option(help="Image encoder for --active, as of retouch reward fit.")] = "tiny",
+    goal: Annotated[int, typer.Option(min=1, help="Votes of a voter that the page counts towards.")] = 300,
+    seed: Annotated[int, typer.Option(help="Seed of order and sides.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0: a free one.")] = 0,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    trust: Trust = False,
+) -> None:
+    """Serve a page on loopback to vote on images, until interrupted, and print what the votes can train."""
+    start_logging()
+    from retouch.taste.labelling import open_labelling, open_server, what_next
+
+    with (
+        writing(votes, "--votes"),
+        open_labelling(
+            images, votes, alone=alone, active=extractor if active else None, goal=goal, seed=seed, trust=trust
+        ) as labelling,
+    ):
+        try:
+            with open_server(labelling, port) as server:
+                typer.echo(server.address)
+                if open_it:
+                    typer.launch(server.address)
+                server.serve_forever()
+        finally:
+            for line in what_next(labelling):
+                typer.echo(line)
 
 
 @app.command()

@@ -66,6 +66,7 @@ class ImageEncoder:
     Attributes:
         width: D of a vector.
         placement: where the network is.
+        channels: mean and standard deviation of the normalization, [3, 1, 1] each.
 
     Args:
         resident: whether the network stays on its device. False moves it there for each call that encodes: the
@@ -88,7 +89,7 @@ class ImageEncoder:
         self.size = int(model.config.image_size)
         self.width = int(model.config.projection_dim if output == "image_embeds" else model.config.hidden_size)
         self.device = torch.device("cpu")
-        self._mean, self._std = (torch.tensor(list(v), dtype=torch.float32).view(3, 1, 1) for v in (mean, std))
+        self.channels = tuple(torch.tensor(list(v), dtype=torch.float32).view(3, 1, 1) for v in (mean, std))
         self._cache: LruCache[str, Tensor] = LruCache(CACHE_SIZE)
 
     @classmethod
@@ -146,7 +147,8 @@ class ImageEncoder:
         """[3, size, size] normalised, of the image padded to a square."""
         square = pad_to_square(image.convert("RGB")).resize((self.size, self.size), Image.Resampling.BICUBIC)
         values = torch.from_numpy(np.asarray(square, np.float32)).permute(2, 0, 1) / 255
-        return (values - self._mean) / self._std
+        mean, std = self.channels
+        return (values - mean) / std
 
     @torch.no_grad()
     def _embed(self, images: Sequence[Image.Image]) -> list[Tensor]:

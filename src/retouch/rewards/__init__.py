@@ -39,6 +39,7 @@ REWARDS: Registry[type[RewardEntry]] = Registry(
         "preservation": "retouch.rewards.scorers.preservation:PreservationReward",
         "seam": "retouch.rewards.scorers.seam:SeamReward",
         "style": "retouch.rewards.scorers.style:StyleReward",
+        "taste": "retouch.rewards.scorers.taste:TasteReward",
         "textpecker": "retouch.rewards.scorers.textpecker:TextPeckerReward",
         "think_format": "retouch.rewards.scorers.completion:ThinkFormatReward",
         "unified_reward": "retouch.rewards.scorers.unified_reward:UnifiedRewardReward",

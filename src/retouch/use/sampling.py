@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -17,6 +20,7 @@ from retouch.config import RunConfig
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
 from retouch.data.sampler import derive_seed
+from retouch.files.complete import COMPLETE
 from retouch.imaging.file_image import FileImage, read_file_image
 from retouch.imaging.masks import Box, read_mask
 from retouch.imaging.png import write_new_png
@@ -33,6 +37,9 @@ from retouch.use.trained import Trained
 
 logger = logging.getLogger(__name__)
 
+SAMPLES = "samples.jsonl"
+"""List of the samples of a folder for `retouch label`."""
+
 
 def sample_to_folder(
     trained: Trained,
@@ -40,6 +47,8 @@ def sample_to_folder(
     chosen: tuple[DataSection, list[ItemFiles]],
     out: Path,
     load: Callable[..., Loaded] = Loaded,
+    *,
+    for_votes: bool = False,
 ) -> list[Path]:
     """Write samples as PNGs with the size and name of their sources -> their paths. Pixels outside the mask stay, and
     no file is overwritten.
@@ -47,6 +56,7 @@ def sample_to_folder(
     Args:
         chosen: `items_to_sample` of the request.
         load: returns the model of the run, with the arguments of `Loaded`; not called for vlm_grpo.
+        for_votes: also list them in samples.jsonl of the folder, which other runs may have begun.
     """
     section, items = chosen
     make_folder(out)
@@ -58,11 +68,38 @@ def sample_to_folder(
     for size in section.sizes:
         require_multiples(size, loaded.model.spec.size_multiple, loaded.model.spec.family)
     loaded.load(trained.newest)
-    return [
-        write_new_png(image, partial(free, item.id))
-        for item, images in generated(loaded, items, section, request)
-        for image in images
-    ]
+    written: list[Path] = []
+    for item, images in generated(loaded, items, section, request):
+        for number, image in enumerate(images):
+            written.append(write_new_png(image, partial(free, item.id)))
+            if for_votes:
+                list_for_votes(out, written[-1], item, trained, derive_seed("sample", request.seed, item.id, number))
+    return written
+
+
+def list_for_votes(out: Path, image: Path, item: ItemFiles, trained: Trained, seed: int) -> None:
+    """Append a sample to the list of `retouch label`. The images of one item are one example, by whatever weights."""
+    files = {"source": item.source_path, "mask": item.mask_path}
+    weights = "base" if trained.newest is None else f"{trained.config.name} {weights_name(trained.newest)}"
+    entry: dict[str, Any] = {
+        "image": image.name,
+        "example": str(item.id),
+        "prompt": item.prompt,
+        "text": item.metadata.get("text"),
+        **{name: str(file.resolve()) for name, file in files.items() if isinstance(file, Path)},
+        "seed": seed,
+        "weights": weights,
+    }
+    with (out / SAMPLES).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
+def weights_name(folder: Path) -> str:
+    """A checkpoint's name and what identifies its content, as its record of files has it."""
+    place = folder.absolute()
+    record = place.parent / COMPLETE
+    digest = hashlib.sha256(record.read_bytes()).hexdigest()[:12] if record.is_file() else "unrecorded"
+    return f"{place.parent.name}/{place.name} {digest}"
 
 
 def free_paths(items: Sequence[ItemFiles], out: Path, count: int) -> Callable[[int], Path]:

@@ -14,6 +14,7 @@ FORMATS: Registry[type[DataSection]] = Registry(
     {
         "self_bench": "retouch.data.formats.calligrapher:SelfBenchData",
         "cross_bench": "retouch.data.formats.calligrapher:CrossBenchData",
+        "votes": "retouch.data.formats.votes:VotesData",
         "prompts": "retouch.data.formats.prompts:PromptsData",
         "manifest": "retouch.data.formats.manifest:ManifestData",
         "complex_edit": "retouch.data.formats.complex_edit:ComplexEditData",

@@ -1,0 +1,76 @@
+"""Votes of `retouch label` as examples: pairs for offline DPO, labelled images for KTO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
+from retouch.data.lists import entries_of, suffix_of
+from retouch.data.remote import local_path
+from retouch.taste.votes import Vote, VotedImage, read_votes
+
+
+class VotesData(ImageSection):
+    """A file of votes of `retouch label`."""
+
+    format: Literal["votes"] = "votes"
+    votes_as: Literal["pairs", "labels"] = "pairs"
+    """"pairs": the preferred and the other image of each decided vote (dpo with `pairs: offline`). "labels": good and
+    bad images (kto): single images as they were called, preferred ones as good, the other ones and both of "both bad"
+    as bad."""
+    source_is_rejected: bool = False
+    """For "pairs": a second pair of each preferred image and its source, against edits that change nothing."""
+
+    expects: ClassVar[str] = "votes of `retouch label`"
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        entries = entries_of(path) if path.is_file() and suffix_of(path) == ".jsonl" else []
+        return bool(entries) and isinstance(entries[0], dict) and {"vote", "voter", "answer"} <= {*entries[0]}
+
+    def listing(self) -> Path | None:
+        return local_path(self.path)
+
+    def list_items(self) -> list[ItemFiles | ItemError]:
+        path = local_path(self.path)
+        if not path.is_file():
+            raise DataError(f"data.path: {path}: no such file of votes")
+        parts = _labels if self.votes_as == "labels" else self._pairs
+        found = [part for vote in read_votes(path) for part in parts(vote)]
+        return [item_or_error(f"item {i}", _item, image, i, more) for i, (image, more) in enumerate(found)]
+
+    def _pairs(self, vote: Vote) -> Iterator[tuple[VotedImage, dict[str, Any]]]:
+        if (sides := _decided(vote)) is None:
+            return
+        win, lose = sides
+        yield win, {"win_path": win.image, "lose_path": lose.image}
+        if self.source_is_rejected and win.source is not None:
+            yield win, {"win_path": win.image, "lose_path": win.source}
+
+
+def _decided(vote: Vote) -> tuple[VotedImage, VotedImage] | None:
+    """The preferred and the other image; None without a preference."""
+    if vote.right is None or vote.answer not in ("left", "right"):
+        return None
+    return (vote.left, vote.right) if vote.answer == "left" else (vote.right, vote.left)
+
+
+def _labels(vote: Vote) -> Iterator[tuple[VotedImage, dict[str, Any]]]:
+    if vote.answer in ("good", "bad"):
+        labelled = [(vote.left, vote.answer)]
+    elif vote.answer == "both_bad":
+        labelled = [(image, "bad") for image in vote.images]
+    else:
+        labelled = [*zip(_decided(vote) or (), ("good", "bad"), strict=False)]
+    for image, label in labelled:
+        yield image, {"target_path": image.image, "target": "file", "metadata": {"label": label}}
+
+
+def _item(image: VotedImage, number: int, more: dict[str, Any]) -> ItemFiles:
+    if not image.prompt:
+        raise DataError(f"{image.image} has no prompt, which a model is trained with; add it to the list of images")
+    text = {} if image.text is None else {"text": image.text}
+    metadata = {**text, **more.pop("metadata", {})}
+    return ItemFiles(number, image.prompt, image.source, image.mask, metadata=metadata, **more)

@@ -1,0 +1,73 @@
+"""A person's taste, as `retouch reward fit` has learned it from their votes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from retouch.config.base import Text
+from retouch.errors import ConfigError
+from retouch.rewards.base import PixelScorer, RewardEntry
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers.weights import named_file, train_extra
+from retouch.types import Failure, Outcome, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TasteReward(RewardEntry):
+    """Probability that the voter accepts the image, by a head that `retouch reward fit` fitted to their votes."""
+
+    licence = "of the encoder"
+    differentiable = True
+
+    scorer: Literal["taste"] = "taste"
+    path: Text
+    """File of `retouch reward fit`; it names its image encoder."""
+    extractor: Text | None = None
+    """Hub id or folder with the same weights, if the encoder is elsewhere than it was for the fit."""
+
+    def make(self) -> TasteScorer:
+        return TasteScorer(self)
+
+
+class TasteScorer(PixelScorer[TasteReward]):
+    """sigmoid(<weights, features> - threshold)."""
+
+    def load(self, device: str) -> None:
+        """Load the head and its encoder.
+
+        Raises:
+            ConfigError: no such head, or an encoder with other weights than the one it was fitted on.
+        """
+        with train_extra("a taste"):
+            import torch
+
+            from retouch.taste.extractor import Extractor
+        from retouch.taste.head import read_taste
+
+        taste = read_taste(named_file("path", self.options.path))
+        self._extract = Extractor(self.options.extractor or taste.extractor, device)
+        found, fitted = (name.rpartition(" ")[2] for name in (self._extract.revision, taste.extractor_revision))
+        if found != fitted:
+            raise ConfigError(
+                f"path: given {self.options.path!r}, which was fitted on the features of {taste.extractor} with the "
+                f"weights {fitted}; those of {self._extract.name} are {found}; set extractor to the same weights, or "
+                "fit again"
+            )
+        self._weights = torch.tensor(taste.weights, dtype=torch.float32, device=device)
+        self._threshold = taste.threshold
+        self.set_revision(f"{taste.digest} {fitted}")
+
+    def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
+        import torch
+
+        with torch.no_grad():
+            images = [torch.from_numpy(item.image).permute(2, 0, 1) / 255 for item in items]
+            found = [self._value(image, item) for image, item in zip(images, items, strict=True)]
+        return [one if isinstance(one, Failure) else Score(float(one)) for one in found]
+
+    def _value(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
+        features = self._extract(image, item.mask)
+        return ((features * self._weights).sum() - self._threshold).sigmoid()

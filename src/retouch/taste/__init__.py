@@ -1,0 +1,1 @@
+"""From a person's votes on images to a reward that training can use: votes, their page, the fit."""

@@ -1,0 +1,102 @@
+"""Frozen features of images: an image encoder's vectors of the whole image and of the box of its mask.
+
+Fit and scorer compute them by the same steps from pixels in [0, 1], in torch and with a gradient: padded to a square
+with black, resized with antialiasing, normalised. Each image is encoded alone: no vector depends on a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from retouch.families.image_encoder import TINY, ImageEncoder
+from retouch.imaging.masks import MASK_THRESHOLD, Box, mask_box, widen
+from retouch.rewards.scorers.weights import loading
+
+MARGIN = 0.1
+"""Margin of the box of a mask, as a share of its sides."""
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """A frozen network; `output` names the one of its outputs that is the vector, `size` the side of its images."""
+
+    network: Any
+    output: str
+    size: int
+    mean: Tensor
+    std: Tensor
+
+
+class Extractor:
+    """[D] features of an image: of the whole, then of the box of its mask, which is the whole without a mask.
+
+    Each has the encoder's vector, and mean and standard deviation of its patches before the first layer: colour and
+    contrast, which the vector of an encoder that was trained on meanings has lost.
+
+    Attributes:
+        name: as it was given.
+        revision: what identifies its weights.
+
+    Args:
+        name: hub id or folder of a SigLIP, CLIP or DINOv2; "tiny" is the one of the package.
+
+    Raises:
+        ConfigError: missing files or weights, or a model of another kind.
+    """
+
+    def __init__(self, name: str, device: str = "cpu", option: str = "extractor") -> None:
+        self.name, self.device = name, torch.device(device)
+        self._encoder = _encoder(name, option, self.device)
+        digest = hashlib.sha256()
+        for key, value in sorted(self._encoder.network.state_dict().items()):
+            digest.update(key.encode() + value.detach().float().cpu().numpy().tobytes())
+        self.revision = f"{name} {digest.hexdigest()[:12]}"
+
+    def __call__(self, image: Tensor, mask: NDArray[np.uint8] | None) -> Tensor:
+        """[D] fp32, with the gradient of an image [3, H, W] in [0, 1]; mask [H, W], 255 = repainted."""
+        left, top, right, bottom = box_of(mask, (image.shape[2], image.shape[1]))
+        image = image.to(self.device, torch.float32)
+        return torch.cat([self._embedded(image), self._embedded(image[:, top:bottom, left:right])])
+
+    def _embedded(self, image: Tensor) -> Tensor:
+        height, width = image.shape[1:]
+        side = max(height, width)
+        left, top = (side - width) // 2, (side - height) // 2
+        square = functional.pad(image, (left, side - width - left, top, side - height - top))[None]
+        e, size = self._encoder, (self._encoder.size, self._encoder.size)
+        seen = functional.interpolate(square, size, mode="bicubic", align_corners=False, antialias=True)
+        output = e.network(pixel_values=(seen - e.mean.to(seen)) / e.std.to(seen), output_hidden_states=True)
+        patches = output.hidden_states[0][0]
+        return torch.cat([getattr(output, e.output)[0], patches.mean(0), patches.std(0)]).float()
+
+
+def box_of(mask: NDArray[np.uint8] | None, size: tuple[int, int]) -> Box:
+    """The widened box of a mask in an image of (width, height); all of it without a mask of its size."""
+    if mask is None or mask.shape != size[::-1] or not (mask >= MASK_THRESHOLD).any():
+        return 0, 0, *size
+    return widen(mask_box(mask), MARGIN, *size)
+
+
+def _encoder(name: str, option: str, device: torch.device) -> _Encoder:
+    from transformers import AutoConfig, AutoModel
+
+    place = str(TINY) if name == "tiny" else name
+    with loading(option, place) as path:
+        is_dino = AutoConfig.from_pretrained(path).model_type.startswith("dino")
+    if not is_dino:
+        encoder = ImageEncoder.load(path, where=option, resident=True)
+        return _Encoder(encoder.model.to(device), encoder.output, encoder.size, *encoder.channels)
+    from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+    with loading(option, place) as path:
+        network: Any = AutoModel.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False).to(device)
+    channels = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    return _Encoder(network, "pooler_output", 224, *channels)

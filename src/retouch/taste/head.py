@@ -1,0 +1,76 @@
+"""The file of a fitted taste: a safetensors file with the weights of the score, and what it was fitted with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retouch.errors import ConfigError, first_line
+from retouch.taste.likelihood import Floats
+
+_FORMAT = "retouch.taste 1"
+
+
+@dataclass(frozen=True)
+class TasteFile:
+    """The content of a file.
+
+    Attributes:
+        weights: [D] fp32 of the score.
+        threshold: score of an image that the voter would as soon have as not.
+        extractor, extractor_revision: name and weights of the image encoder.
+        noise: `min_group_std` of the reward.
+        about: votes, voters and measured quality, for people.
+        digest: of the file.
+    """
+
+    weights: Floats
+    threshold: float
+    extractor: str
+    extractor_revision: str
+    noise: float
+    about: Mapping[str, Any]
+    digest: str = ""
+
+
+def write_taste(path: Path, taste: TasteFile) -> None:
+    from safetensors.numpy import save
+
+    metadata = {
+        "format": _FORMAT,
+        "extractor": taste.extractor,
+        "extractor_revision": taste.extractor_revision,
+        "threshold": repr(taste.threshold),
+        "noise": repr(taste.noise),
+        "about": json.dumps(taste.about, ensure_ascii=False),
+    }
+    path.write_bytes(save({"weights": taste.weights.astype(np.float32)}, metadata))
+
+
+def read_taste(path: Path, option: str = "path") -> TasteFile:
+    """Raises: ConfigError: no such file, or none of `retouch reward fit`."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            told, weights = file.metadata() or {}, file.get_tensor("weights")
+        if told.get("format") != _FORMAT:
+            raise ValueError(f"its format is {told.get('format')!r}; expected {_FORMAT!r}")
+        numbers = float(told["threshold"]), float(told["noise"])
+        if weights.ndim != 1 or not np.isfinite([*weights, *numbers]).all():
+            raise ValueError("it contains NaN or Inf")
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        about = json.loads(told["about"])
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{option}: given {str(path)!r}, no file of `retouch reward fit` ({first_line(error)})"
+        ) from None
+    return TasteFile(
+        weights.astype(np.float64), numbers[0], told["extractor"], told["extractor_revision"], numbers[1], about, digest
+    )

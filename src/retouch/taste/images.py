@@ -1,0 +1,121 @@
+"""The images to vote on: of a run's evaluations, of a folder, or of a list."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from retouch.config import load_run
+from retouch.data.base import DataError
+from retouch.data.dataset import load_dataset
+from retouch.data.lists import SUFFIXES, entries_of, suffix_of
+from retouch.errors import ConfigError, ImageProblem
+from retouch.files.disk import is_file
+from retouch.imaging.reading import open_image
+from retouch.observe.kept import images_of, kept_rows, steps_kept
+from retouch.observe.run_dir import read_metrics
+from retouch.taste.votes import VotedImage
+
+_ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
+_NUMBER = re.compile(r"-\d+$")
+"""End of the name of a sample of `retouch sample --count`: photo-0.png, photo-1.png."""
+
+_TEXTS = ("prompt", "text", "weights")
+
+
+def images_to_vote_on(path: Path, beside: Path, *, trust: bool = False) -> list[VotedImage]:
+    """The images of a run directory, a folder or a list, without copies and without those that cannot be read.
+
+    A list is a JSON, JSONL or CSV file of `{"image", "example"?, "prompt"?, "text"?, "source"?, "mask"?, "seed"?,
+    "weights"?}`, as `retouch sample --for-votes` writes it. In a folder with subfolders, images of the same name are of
+    one example, one of each subfolder; else those whose names differ by a number at the end.
+
+    Args:
+        beside: folder of the votes; sources and masks of a run are written below it.
+        trust: use the code and hosts that the run file of a run directory names.
+
+    Raises:
+        DataError: nothing to vote on.
+    """
+    if (path / "config.yaml").is_file():
+        found = _of_run(path, beside, trust)
+    elif path.is_dir():
+        found = _of_folder(path)
+    elif path.is_file() and suffix_of(path) in SUFFIXES:
+        found = _of_list(path)
+    else:
+        raise DataError(f"{path}: expected a run directory, a folder of images, or a list ({', '.join(SUFFIXES)})")
+    unique = {image.key: image for image in found}
+    if not unique:
+        raise DataError(f"{path}: no images to vote on")
+    return [*unique.values()]
+
+
+def voted_image(image: Path, example: str, **about: Any) -> VotedImage:
+    """Raises: DataError: no image that can be read."""
+    try:
+        open_image(image)
+    except (ImageProblem, OSError) as error:
+        raise DataError(f"{image}: {error}") from None
+    return VotedImage(image, hashlib.sha256(image.read_bytes()).hexdigest()[:16], example, **about)
+
+
+def _of_list(path: Path) -> Iterator[VotedImage]:
+    for number, entry in enumerate(entries_of(path)):
+        if not isinstance(entry, dict) or not isinstance(entry.get("image"), str):  # pyright: ignore
+            raise DataError(f"{path} entry {number}: no image; each entry needs one")
+        told: Mapping[str, Any] = entry
+        files = {name: path.parent / told[name] for name in ("source", "mask") if told.get(name)}
+        if missing := [name for name, file in files.items() if not is_file(file)]:
+            raise DataError(f"{path} entry {number}: {missing[0]}: {files[missing[0]]}: no such file")
+        texts = {name: str(told[name]) for name in _TEXTS if told.get(name)}
+        image = path.parent / told["image"]
+        example = str(told.get("example", _NUMBER.sub("", image.stem)))
+        yield voted_image(image, example, **files, **texts, seed=told.get("seed"))
+
+
+def _of_folder(path: Path) -> Iterator[VotedImage]:
+    def images(folder: Path) -> list[Path]:
+        return sorted(file for file in folder.iterdir() if file.suffix.lower() in _ENDINGS)
+
+    parts = sorted(part for part in path.iterdir() if part.is_dir() and images(part))
+    for part in parts:
+        for image in images(part):
+            yield voted_image(image, image.stem, weights=part.name)
+    for image in [] if parts else images(path):
+        yield voted_image(image, _NUMBER.sub("", image.stem))
+
+
+def _of_run(run: Path, beside: Path, trust: bool) -> Iterator[VotedImage]:
+    """The images that evaluations kept: of one example the same seeds, by other weights."""
+    config = load_run(run / "config.yaml", trust=trust)
+    data = load_dataset(config.evaluation.data or config.data, "evaluation.data")
+    written, counts = beside / f"{run.name}-inputs", images_of(read_metrics(run))
+    inputs: dict[int, Mapping[str, Any]] = {}
+    for step, folder in steps_kept(run / "evaluations").items():
+        rows: Sequence[Mapping[str, Any]] = kept_rows(folder, counts.get(step)) or ()
+        for number, row in enumerate(rows):
+            if not (image := folder / f"{number:05d}.png").is_file():
+                break  # the first ones are kept
+            if row["example"] not in inputs:
+                inputs[row["example"]] = _inputs(data, row["example"], written)
+            about = {**inputs[row["example"]], "text": row.get("text"), "seed": row["index"]}
+            yield voted_image(image, f"{row['example']}-{row['index']}", **about, weights=f"{run.name} step {step}")
+
+
+def _inputs(data: Any, number: int, written: Path) -> Mapping[str, Any]:
+    """Prompt, source and mask of an example; the images as the run reads them, written below `written`."""
+    example = next((data[i] for i, item in enumerate(data.items) if item.id == number), None)
+    if example is None:
+        raise ConfigError(f"evaluation.data no longer has example {number}; give the data of the run")
+    files = dict[str, Path]()
+    for name in ("source", "mask"):
+        if (image := getattr(example, name)) is not None:
+            written.mkdir(parents=True, exist_ok=True)
+            files[name] = written / f"{number:05d}-{name}.png"
+            if not files[name].exists():
+                image.save(files[name])
+    return {"prompt": example.prompt, **files}

@@ -1,0 +1,253 @@
+"""`retouch label`: a page on which people vote on images, with the keyboard first.
+
+Sides and order follow a seed. A vote is on the disk before the next question is sent. A question is answered once: a
+key that is pressed twice, or another tab of the same voter, adds no vote.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import secrets
+import shlex
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import parse_qs
+
+import numpy as np
+from filelock import FileLock, Timeout
+from PIL import Image, ImageFilter
+
+from retouch.errors import ConfigError, ImageProblem
+from retouch.imaging.masks import read_mask
+from retouch.imaging.reading import open_image
+from retouch.observe.loopback import LoopbackHandler, LoopbackServer, open_on
+from retouch.taste.choosing import Chooser, Informative, Question
+from retouch.taste.images import images_to_vote_on
+from retouch.taste.likelihood import PAIR_ANSWERS, SINGLE_ANSWERS, Answer
+from retouch.taste.votes import Vote, VotedImage, VoteFile
+
+_FILES = Path(__file__).parent / "page"
+_KINDS = {"label.html": "text/html", "label.js": "text/javascript", "label.css": "text/css"}
+_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
+_SHOWN = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
+_LONGEST_NAME = 64
+_OUTLINE = (255, 0, 170, 255)
+
+
+@dataclass
+class Labelling:
+    """Votes, and the open question of each voter.
+
+    Attributes:
+        goal: number of votes of a voter that the page counts towards.
+    """
+
+    images: Sequence[VotedImage]
+    votes: VoteFile
+    chooser: Chooser
+    alone: bool
+    goal: int
+    _open: dict[str, tuple[str, Question]] = field(default_factory=dict[str, tuple[str, Question]])
+    _changing: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.by_number = {str(number): image for number, image in enumerate(self.images)}
+        self._numbers = {image.key: number for number, image in self.by_number.items()}
+
+    def state(self, voter: str) -> dict[str, Any]:
+        """State of the page of a voter: the open question, or none after the last one."""
+        with self._changing:
+            votes = self.votes.of(voter)
+            if voter not in self._open and (question := self.chooser.next(voter, votes)) is not None:
+                self._open[voter] = secrets.token_urlsafe(8), question
+            told = {"votes": len(votes), "goal": min(self.goal, self.chooser.total()), "alone": self.alone}
+            if voter not in self._open:
+                return {**told, "question": None}
+            name, question = self._open[voter]
+            sides = [question.left] if question.right is None else [question.left, question.right]
+            return {**told, "question": name, "images": [self._told(image) for image in sides]}
+
+    def answer(self, voter: str, question: str, answer: object) -> dict[str, Any]:
+        """Take an answer to the open question of a voter; one to another question changes nothing."""
+        with self._changing:
+            name, asked = self._open.get(voter, ("", None))
+            if asked is not None and name == question:
+                if answer not in (SINGLE_ANSWERS if asked.right is None else PAIR_ANSWERS):
+                    raise ValueError(f"no such answer: {answer!r}")
+                said = cast("Answer", answer)
+                self.votes.add(Vote(0, voter, said, asked.left, asked.right, asked.repeats, asked.choice))
+                del self._open[voter]
+        return self.state(voter)
+
+    def undo(self, voter: str) -> dict[str, Any]:
+        """Take back the last vote of a voter and ask it again."""
+        with self._changing:
+            if (vote := self.votes.undo(voter)) is not None:
+                again = Question(vote.left, vote.right, vote.repeats, vote.choice)
+                self._open[voter] = secrets.token_urlsafe(8), again
+        return self.state(voter)
+
+    def _told(self, image: VotedImage) -> Mapping[str, Any]:
+        return {
+            "number": self._numbers[image.key],
+            "prompt": image.prompt,
+            "text": image.text or "",
+            "masked": image.mask is not None,
+            "source": image.source is not None,
+        }
+
+
+@contextmanager
+def open_labelling(
+    images: Path, votes: Path, *, alone: bool, active: str | None, goal: int, seed: int, trust: bool = False
+) -> Iterator[Labelling]:
+    """A labelling, with a lock on its votes.
+
+    Args:
+        images: see `images_to_vote_on`.
+        active: image encoder by whose features the questions are chosen; None: at random.
+
+    Raises:
+        ConfigError: nothing to ask, or another process has these votes open.
+        DataError: no images, or a file of something else.
+    """
+    votes.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(votes.with_name(f"{votes.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"--votes: given {votes}, which another process has open; several voters share one page"
+        ) from None
+    try:
+        found, file = images_to_vote_on(images, votes.parent, trust=trust), VoteFile(votes)
+        chooser = Chooser(found, seed, alone=alone, informative=active and _informative(found, file, active))
+        if not chooser.total():
+            raise ConfigError(
+                f"{images}: {len(found)} images, and no two of one example; vote on single ones with --alone, or add "
+                "images of other seeds or weights"
+            )
+        yield Labelling(found, file, chooser, alone, goal)
+    finally:
+        lock.release()
+
+
+def _informative(images: Sequence[VotedImage], file: VoteFile, extractor: str) -> Informative:
+    from retouch.taste.extractor import Extractor
+    from retouch.taste.information import Information
+    from retouch.taste.reward import features_of
+
+    return Information(features_of(images, Extractor(extractor)), file)
+
+
+def what_next(labelling: Labelling) -> list[str]:
+    """The commands that the votes are for."""
+    path, votes = labelling.votes.path, labelling.votes.all()
+    if not votes:
+        return [f"{path}: no votes"]
+    data = f"data.path={shlex.quote(str(path))}"
+    told = [f"{path}: {len(votes)} votes", f"retouch reward fit {shlex.quote(str(path))}"]
+    if any(vote.answer in ("left", "right") for vote in votes):
+        told.append(f"retouch train RUN.yaml algorithm.name=dpo algorithm.pairs=offline {data}")
+    return [*told, f"retouch train RUN.yaml algorithm.name=kto data.votes_as=labels {data}"]
+
+
+class LabelServer(LoopbackServer):
+    """Serves the page of a labelling."""
+
+    def __init__(self, labelling: Labelling, port: int = 0) -> None:
+        self.labelling = labelling
+        super().__init__(port, _Handler)
+
+
+def open_server(labelling: Labelling, port: int) -> LabelServer:
+    """Raises: ConfigError: a port that is taken."""
+    return open_on(port, lambda: LabelServer(labelling, port))
+
+
+class _Handler(LoopbackHandler):
+    server: LabelServer
+
+    def get(self, place: str, query: str) -> None:
+        part, _, number = place.partition("/")
+        image = self.server.labelling.by_number.get(number)
+        voter = _voter(parse_qs(query).get("voter", [""])[0])
+        if (place or "label.html") in _KINDS:
+            name = place or "label.html"
+            kind = f"{_KINDS[name]}; charset=utf-8"
+            self.answer(HTTPStatus.OK, (_FILES / name).read_bytes(), kind, **{"Content-Security-Policy": _POLICY})
+        elif place == "state" and voter:
+            self._tell(self.server.labelling.state(voter))
+        elif image is not None and part in ("image", "source", "outline"):
+            self._image(image, part)
+        else:
+            self.answer(HTTPStatus.NOT_FOUND, "no such page")
+
+    def post(self, place: str, told: Any) -> None:
+        voter = _voter(told.get("voter")) if isinstance(told, dict) else ""
+        if not voter or place not in ("answer", "undo"):
+            self.answer(HTTPStatus.BAD_REQUEST, "expected a voter, and an answer or an undo")
+            return
+        try:
+            if place == "undo":
+                state = self.server.labelling.undo(voter)
+            else:
+                state = self.server.labelling.answer(voter, str(told.get("question")), told.get("answer"))
+        except ValueError as error:
+            self.answer(HTTPStatus.BAD_REQUEST, str(error))
+        except OSError as error:  # a full disk: the page shows the error, and the question stays open
+            self.answer(HTTPStatus.INSUFFICIENT_STORAGE, str(error))
+        else:
+            self._tell(state)
+
+    def _tell(self, state: Mapping[str, Any]) -> None:
+        self.answer(HTTPStatus.OK, json.dumps(state), "application/json")
+
+    def _image(self, image: VotedImage, part: str) -> None:
+        try:
+            content, kind = (
+                outline(image) if part == "outline" else _shown(image.source if part == "source" else image.image)
+            )
+        except (ImageProblem, OSError) as error:
+            self.answer(HTTPStatus.NOT_FOUND, str(error))
+            return
+        self.answer(HTTPStatus.OK, content, kind)
+
+
+def _voter(name: object) -> str:
+    """A name in one line; "" if it is none."""
+    return " ".join(name.split())[:_LONGEST_NAME] if isinstance(name, str) else ""
+
+
+def _shown(file: Path | None) -> tuple[bytes, str]:
+    """The image as a browser shows it."""
+    if file is None:
+        raise ImageProblem("no such image")
+    image = open_image(file)
+    if (kind := _SHOWN.get(image.format or "")) is not None:
+        return file.read_bytes(), kind
+    return _png(image.convert("RGB")), "image/png"
+
+
+def outline(image: VotedImage) -> tuple[bytes, str]:
+    """The edge of a mask, on nothing."""
+    if image.mask is None:
+        raise ImageProblem("no mask")
+    mask, _ = read_mask(open_image(image.mask), str(image.mask))
+    wide = 2 * max(1, round(max(mask.size) / 400)) + 1
+    edge = np.asarray(mask.filter(ImageFilter.MaxFilter(wide))) > np.asarray(mask)
+    drawn = np.zeros((*edge.shape, 4), np.uint8)
+    drawn[edge] = _OUTLINE
+    return _png(Image.fromarray(drawn)), "image/png"
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()

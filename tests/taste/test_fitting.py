@@ -1,0 +1,99 @@
+"""What is said about a fit, against voters whose taste is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from retouch.errors import ConfigError
+from retouch.taste.choosing import Chooser
+from retouch.taste.fitting import Features, consistency, fit_head, folds_of, measure, wilson
+from retouch.taste.votes import Vote, VoteFile
+from tests.taste.voters import features_of, first_feature, images_of, vote
+
+
+def votes_of(features: Features, path: Path, count: int, noise: float, seed: int = 0) -> list[Vote]:
+    images = images_of(40, 4)
+    chooser = Chooser(images, seed, alone=False, informative=None)
+    return vote(chooser, VoteFile(path / f"votes-{seed}.jsonl"), first_feature(features), count, noise, seed)
+
+
+def test_a_linear_taste_is_found_almost_up_to_the_ceiling(tmp_path: Path) -> None:
+    features = features_of(images_of(40, 4))
+    votes = votes_of(features, tmp_path, 200, noise=0.1)
+    found = measure(features, votes)
+    assert found.accuracy is not None and found.is_above_chance
+    assert found.accuracy.value - 0.5 >= 0.8 * (0.9 - 0.5)
+    assert found.accuracy.low < found.accuracy.value < found.accuracy.high
+    assert found.curve[-1][1] == found.accuracy.value  # the whole of the votes
+    assert sum(count for _, _, count in found.calibration) == found.accuracy.count == 200
+    head = fit_head(features, votes)
+    assert abs(head.weights[0]) == max(abs(head.weights)) and head.weights[0] > 0
+    assert 0 < head.noise < 0.25
+
+
+def test_an_answer_of_chance_is_no_taste(tmp_path: Path) -> None:
+    features = features_of(images_of(40, 4))
+    found = measure(features, votes_of(features, tmp_path, 150, noise=0.5))
+    assert not found.is_above_chance
+
+
+def test_what_tells_examples_apart_is_not_counted_as_taste(tmp_path: Path) -> None:
+    """Each example has a feature of its own, and the first image of an example always wins: a split by pair would find
+    that; examples that were not seen have nothing of it."""
+    images = images_of(30, 3)
+    values = np.zeros((90, 30))
+    for row, image in enumerate(images):
+        values[row, int(image.example)] = 1.0 if row % 3 == 0 else -1.0
+    features = Features({image.key: row for row, image in enumerate(images)}, values)
+    chooser = Chooser(images, 0, alone=False, informative=None)
+    votes = vote(chooser, VoteFile(tmp_path / "votes.jsonl"), lambda one: float(one.sha256.endswith("0")), 80, 0.0)
+    found = measure(features, votes)
+    assert found.accuracy is not None and not found.is_above_chance
+
+
+def test_consistency_and_ceiling_are_those_of_the_repeated_pairs(tmp_path: Path) -> None:
+    """An error rate of .1 agrees in .82, of which the ceiling is .9. With 10 repetitions intervals contain them nearly
+    always."""
+    features = features_of(images_of(40, 4))
+    inside = 0
+    for seed in range(10):
+        found, ceiling = consistency(votes_of(features, tmp_path, 200, 0.1, seed))
+        assert found is not None and ceiling is not None and found.count == ceiling.count >= 8
+        assert ceiling.value == pytest.approx((1 + max(0, 2 * found.value - 1) ** 0.5) / 2)
+        inside += found.low <= 0.82 <= found.high
+    assert inside >= 9
+
+
+def test_intervals_of_shares_are_wilsons() -> None:
+    found = wilson(9, 10)
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx((0.5958, 0.9821), abs=1e-4)  # published example of the method
+    assert wilson(0, 0) is None
+    assert (whole := wilson(5, 5)) is not None and whole.high == pytest.approx(1.0) and whole.low < 0.6
+
+
+def test_votes_of_an_example_are_in_one_fold_and_few_examples_are_refused(tmp_path: Path) -> None:
+    features = features_of(images_of(40, 4))
+    votes = votes_of(features, tmp_path, 120, 0.1)
+    folds = folds_of(votes)
+    fold_of = {v.left.example: f for v, f in zip(votes, folds, strict=True)}
+    assert [fold_of[v.left.example] for v in votes] == folds.tolist() and len({*folds.tolist()}) == 5
+    with pytest.raises(ConfigError, match="9 examples"):
+        folds_of([v for v in votes if v.left.example in sorted(fold_of)[:9]])
+
+
+def test_single_images_are_ranked(tmp_path: Path) -> None:
+    images = images_of(40, 2)
+    features = features_of(images)
+    taste, draw = first_feature(features), np.random.default_rng(0)
+    votes = [
+        Vote(i, "ann", "good" if (taste(m) > 0.3) != (draw.random() < 0.1) else "bad", m) for i, m in enumerate(images)
+    ]
+    found = measure(features, votes)
+    assert found.accuracy is None and found.ranking is not None and found.is_above_chance
+    head = fit_head(features, votes)
+    threshold = head.threshold / head.weights[0]
+    assert 0 < threshold < 1  # between the rejected and the accepted ones

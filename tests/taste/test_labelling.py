@@ -1,0 +1,204 @@
+"""The page of `retouch label` over HTTP and in a browser: the file has exactly the votes that were given."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retouch.errors import ConfigError, DataError
+from retouch.taste.labelling import LabelServer, open_labelling, open_server, what_next
+from retouch.taste.votes import VotedImage, read_votes
+from tests.browser import Page
+from tests.taste.voters import drawn_image
+
+HOSTILE = "<img src=x onerror='window.hacked = 1'>"
+
+
+def listed(folder: Path, images: list[VotedImage], prompt: str | None = None) -> Path:
+    """A list of images, as `retouch sample --for-votes` writes it."""
+    path = folder / "samples.jsonl"
+    entries = [
+        {"image": i.image.name, "example": i.example, "prompt": prompt or i.prompt, "mask": i.mask and i.mask.name}
+        for i in images
+    ]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 examples of 3 images."""
+    folder = tmp_path_factory.mktemp("samples")
+    return listed(folder, [drawn_image(folder, e, k, 20.0 * k) for e in range(20) for k in range(3)], HOSTILE)
+
+
+@contextmanager
+def serving(samples: Path, votes: Path, **options: Any) -> Iterator[LabelServer]:
+    given = {"alone": False, "active": None, "goal": 60, "seed": 0, **options}
+    with open_labelling(samples, votes, **given) as labelling, open_server(labelling, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def sent(server: LabelServer, place: str, told: object = None) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    body = None if told is None else json.dumps(told)
+    connection.request("GET" if told is None else "POST", f"/{server.token}/{place}", body)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    is_json = answer.headers.get("Content-Type") == "application/json"
+    return answer.status, json.loads(content) if is_json else content
+
+
+def test_a_question_takes_one_answer_and_undo_asks_it_again(samples: Path, tmp_path: Path) -> None:
+    votes = tmp_path / "votes.jsonl"
+    with serving(samples, votes) as server:
+        _, first = sent(server, "state?voter=ann")
+        assert sent(server, "state?voter=ann")[1] == first  # a reload
+        status, second = sent(server, "answer", {"voter": "ann", "question": first["question"], "answer": "left"})
+        assert status == 200 and second["votes"] == 1 and second["question"] != first["question"]
+        _, again = sent(server, "answer", {"voter": "ann", "question": first["question"], "answer": "right"})
+        assert again == second and [v.answer for v in read_votes(votes)] == ["left"]  # a key pressed twice
+        assert sent(server, "answer", {"voter": "ann", "question": second["question"], "answer": "good"})[0] == 400
+        _, undone = sent(server, "undo", {"voter": "ann"})
+        assert undone["votes"] == 0 and undone["images"] == first["images"]
+        _, other = sent(server, "state?voter=bob")
+        sent(server, "answer", {"voter": "bob", "question": other["question"], "answer": "tie"})
+        sent(server, "answer", {"voter": "ann", "question": undone["question"], "answer": "both_bad"})
+    assert [(v.voter, v.answer) for v in read_votes(votes)] == [("bob", "tie"), ("ann", "both_bad")]
+
+
+def test_images_are_those_that_are_voted_on_and_nothing_else(samples: Path, tmp_path: Path) -> None:
+    with serving(samples, tmp_path / "votes.jsonl") as server:
+        _, state = sent(server, "state?voter=ann")
+        number = state["images"][0]["number"]
+        assert sent(server, f"image/{number}")[1].startswith(b"\x89PNG")
+        assert sent(server, f"outline/{number}")[1].startswith(b"\x89PNG")
+        for place in (
+            f"source/{number}",
+            "image/999",
+            "image/../samples.jsonl",
+            "samples.jsonl",
+            "state",
+            "votes.jsonl",
+        ):
+            assert sent(server, place)[0] == 404, place
+        for told in ([], {}, {"voter": " "}, {"voter": 7}, {"voter": "ann", "answer": "left"}):
+            assert sent(server, "answer", told)[0] in (200, 400), told
+        assert sent(server, "answer", {"voter": "x" * 70000})[0] == 413
+        server.token = "another"
+        assert sent(server, "state?voter=ann")[0] == 200
+
+
+def test_what_cannot_be_voted_on_is_refused(samples: Path, tmp_path: Path) -> None:
+    votes = tmp_path / "votes.jsonl"
+
+    def refused(images: Path, error: type[Exception], match: str) -> None:
+        with pytest.raises(error, match=match), serving(images, votes):
+            pass
+
+    single = tmp_path / "single"
+    single.mkdir()
+    refused(single, DataError, "no images")
+    drawn_image(single, 0, 0, 0.0)
+    (single / "0-mask.png").unlink()
+    refused(single, ConfigError, "--alone")
+    refused(tmp_path / "missing", DataError, "expected a run directory")
+    (single / "broken.png").write_bytes(b"no image")
+    refused(single, DataError, "broken.png")
+    with serving(samples, votes):
+        refused(samples, ConfigError, "another process has open")
+
+
+def test_the_commands_at_the_end_are_those_for_the_votes(samples: Path, tmp_path: Path) -> None:
+    votes = tmp_path / "my votes.jsonl"
+    with serving(samples, votes, alone=True) as server:
+        assert what_next(server.labelling) == [f"{votes}: no votes"]
+        _, state = sent(server, "state?voter=ann")
+        sent(server, "answer", {"voter": "ann", "question": state["question"], "answer": "good"})
+        told = what_next(server.labelling)
+        assert told[1] == f"retouch reward fit '{votes}'" and "algorithm.name=kto" in told[-1] and len(told) == 3
+
+
+def press(page: Page, key: str) -> None:
+    page.run(f"document.dispatchEvent(new KeyboardEvent('keydown', {{key: {json.dumps(key)}, bubbles: true}}))")
+
+
+def test_fifty_votes_by_keyboard_with_undo_reload_and_another_voter(page: Page, samples: Path, tmp_path: Path) -> None:
+    votes = tmp_path / "votes.jsonl"
+    given, undone = list[str](), False
+
+    def wait_for(count: int) -> None:
+        page.wait(f"document.getElementById('count').textContent === '{count} of 60' && !busy")
+
+    with serving(samples, votes) as server:
+        page.open(server.address)
+        page.set("#name", "Ann  B")
+        page.click("#who button")
+        wait_for(0)
+        keys = {"ArrowLeft": "left", "ArrowRight": "right", "t": "tie", "b": "both_bad"}
+        for key, answer in [*keys.items()] * 13:
+            if len(given) == 20:
+                page.open(server.address)
+                wait_for(20)
+            if len(given) == 30 and not undone:
+                undone = True
+                press(page, "u")
+                given.pop()
+                wait_for(29)
+            if len(given) < 50:
+                press(page, key)
+                given.append(answer)
+                wait_for(len(given))
+        page.click("[data-answer='undo']")
+        wait_for(49)
+        assert page.run("window.hacked") is None
+        assert HOSTILE in page.run("document.getElementById('asked').textContent")
+        press(page, "m")
+        page.wait("document.querySelectorAll('img.over').length === 2")
+    assert [v.answer for v in read_votes(votes)] == given[:49]
+    assert {v.voter for v in read_votes(votes)} == {"Ann B"}
+
+
+def test_votes_outlast_a_kill(samples: Path, tmp_path: Path) -> None:
+    votes = tmp_path / "votes.jsonl"
+    command = [sys.executable, "-m", "retouch", "label", str(samples), "--votes", str(votes)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        port, token = address.removeprefix("http://127.0.0.1:").strip("/").split("/")
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
+
+        def post(place: str, told: object | None) -> Any:
+            connection.request(
+                "GET" if told is None else "POST", f"/{token}/{place}", None if told is None else json.dumps(told)
+            )
+            return json.loads(connection.getresponse().read())
+
+        state = post("state?voter=ann", None)
+        for _ in range(3):
+            state = post("answer", {"voter": "ann", "question": state["question"], "answer": "left"})
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert len(read_votes(votes)) == 3
+    with serving(samples, votes) as server:  # the kernel has let the lock go
+        assert sent(server, "state?voter=ann")[1]["votes"] == 3

@@ -1,0 +1,147 @@
+"""From votes on files to a reward: the fit sees the taste, the scorer scores it, and trainers read the votes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from retouch.algorithms.kto.config import label_of
+from retouch.data.base import ItemFiles
+from retouch.data.formats.votes import VotesData
+from retouch.errors import ConfigError
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers.taste import TasteReward, TasteScorer
+from retouch.taste.choosing import Chooser
+from retouch.taste.extractor import Extractor
+from retouch.taste.head import read_taste
+from retouch.taste.reward import fit_reward
+from retouch.taste.votes import Vote, VotedImage, VoteFile, read_votes
+from retouch.types import Score
+from tests.command_line import retouch
+from tests.taste.voters import drawn_image, vote
+
+
+def warmth(image: VotedImage) -> float:
+    pixels = np.asarray(Image.open(image.image).convert("RGB"), np.float64)
+    return float((pixels[..., 0] - pixels[..., 2]).mean())
+
+
+@pytest.fixture(scope="module")
+def votes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A voter who likes warm images, with 10 % noise."""
+    folder, draw = tmp_path_factory.mktemp("voted"), np.random.default_rng(0)
+    images = [drawn_image(folder, e, k, float(draw.uniform(-60, 60))) for e in range(20) for k in range(3)]
+    path = folder / "votes.jsonl"
+    vote(Chooser(images, 0, alone=False, informative=None), VoteFile(path), warmth, 60)
+    return path
+
+
+@pytest.fixture(scope="module")
+def taste(votes: Path) -> Path:
+    out = votes.parent / "taste.safetensors"
+    fit_reward(votes, out, "tiny")
+    return out
+
+
+def scorer(path: Path, **options: object) -> TasteScorer:
+    made = TasteReward.model_validate({"path": str(path), **options}).make()
+    made.load("cpu")
+    return made
+
+
+def item(value: float, mask: bool = True) -> RewardItem:
+    pixels = np.clip(128 + np.array([value, 0, -value]) + np.zeros((24, 40, 3)), 0, 255).astype(np.uint8)
+    white = np.zeros((24, 40), np.uint8)
+    white[8:16, 10:30] = 255
+    return RewardItem("one", "a sign", pixels, mask=white if mask else None)
+
+
+def test_the_taste_of_the_voter_is_what_the_reward_scores(taste: Path) -> None:
+    values = [one.value for one in scorer(taste).score([item(w) for w in (-50, 0, 50)]) if isinstance(one, Score)]
+    assert values == sorted(values) and len(values) == 3 and values[0] < 0.3 < 0.7 < values[2]
+
+
+def test_values_have_the_gradient_of_the_scores(taste: Path) -> None:
+    made, one = scorer(taste), item(10.0)
+    pixels = (torch.tensor(one.image).permute(2, 0, 1)[None] / 255).requires_grad_()
+    [value] = made.values(pixels, [one])
+    assert isinstance(value, torch.Tensor)
+    [scored] = made.score([one])
+    assert isinstance(scored, Score) and float(value.detach()) == pytest.approx(scored.value, abs=1e-6)
+    value.backward()
+    assert pixels.grad is not None
+    red, _, blue = pixels.grad[0].sum(dim=(1, 2))
+    assert red > blue  # warmer is better
+
+
+def test_a_batch_and_an_odd_mask_change_no_score(taste: Path) -> None:
+    made, items = scorer(taste), [item(-20.0), item(30.0), item(30.0, mask=False)]
+    assert made.score(items) == [made.score([one])[0] for one in items]
+    assert made.score([items[1]]) != made.score([items[2]])  # the view of the mask's box
+
+
+def test_a_head_is_bound_to_the_weights_that_it_was_fitted_on(taste: Path, votes: Path) -> None:
+    first = scorer(taste)
+    assert read_taste(taste).digest in first.spec.revision
+    changed = taste.parent / "changed.safetensors"
+    other = taste.read_bytes().replace(Extractor("tiny").revision.split()[1].encode(), b"0" * 12)
+    changed.write_bytes(other)
+    with pytest.raises(ConfigError, match="fitted on the features"):
+        scorer(changed)
+    with pytest.raises(ConfigError, match="reward fit"):
+        scorer(votes)
+
+
+def test_votes_of_chance_write_nothing(votes: Path, tmp_path: Path) -> None:
+    """Answers drawn with a seed: at 95 % the fit is above chance in one of about twenty such draws."""
+    draw, path = np.random.default_rng(1), tmp_path / "chance.jsonl"
+    file = VoteFile(path)
+    for one in read_votes(votes):
+        file.add(Vote(0, "bob", str(draw.choice(["left", "right"])), one.left, one.right))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no score is above chance"):
+        fit_reward(path, tmp_path / "taste.safetensors", "tiny")
+    assert not (tmp_path / "taste.safetensors").exists()
+
+
+def test_the_command_says_what_the_fit_is_worth(votes: Path, tmp_path: Path) -> None:
+    out = tmp_path / "gold.safetensors"
+    done = retouch("reward", "fit", str(votes), "--out", str(out), "--extractor", "tiny", "--half", "second", "--json")
+    told = json.loads(done.out)
+    assert done.code == 0 and told["half"] == "second" and told["accuracy"]["low"] > 0.5
+    assert 20 <= told["votes"] <= 40 and read_taste(out).noise == told["min_group_std"]
+
+
+def items_of(votes: Path, **options: object) -> list[ItemFiles]:
+    found = VotesData.model_validate({"path": str(votes), **options}).list_items()
+    assert all(isinstance(one, ItemFiles) for one in found), found
+    return [one for one in found if isinstance(one, ItemFiles)]
+
+
+def test_votes_are_pairs_for_dpo_and_labels_for_kto(votes: Path, tmp_path: Path) -> None:
+    pairs = items_of(votes)
+    assert len(pairs) == 60 and len({one.id for one in pairs}) == 60
+    first, of_file = pairs[0], read_votes(votes)[0]
+    assert of_file.right is not None
+    sides = {of_file.left.image, of_file.right.image}
+    assert {first.win_path, first.lose_path} == sides and first.mask_path == of_file.left.mask
+    assert first.win_path == (of_file.left if of_file.answer == "left" else of_file.right).image
+    labelled = items_of(votes, votes_as="labels")
+    assert [label_of(one) for one in labelled] == [True, False] * 60
+    assert labelled[0].target_path == first.win_path and labelled[0].target == "file"
+    assert VotesData.recognises(votes) and not VotesData.recognises(tmp_path)
+
+
+def test_an_edit_may_be_preferred_to_its_source(votes: Path, tmp_path: Path) -> None:
+    [one, *_] = read_votes(votes)
+    left, right = (VotedImage(i.image, i.sha256, i.example, "edit", source=i.image) for i in one.images)
+    file = VoteFile(tmp_path / "votes.jsonl")
+    for answer in ("left", "tie", "both_bad"):
+        file.add(Vote(0, "ann", answer, left, right))  # type: ignore[arg-type]
+    pairs = items_of(file.path, source_is_rejected=True)
+    assert [(p.win_path, p.lose_path) for p in pairs] == [(left.image, right.image), (left.image, left.source)]
+    assert [label_of(one) for one in items_of(file.path, votes_as="labels")] == [True, False, False, False]
