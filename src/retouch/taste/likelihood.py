@@ -83,15 +83,20 @@ class Fit:
     Attributes:
         weights: [D].
         tie, bad: t and b of the module.
-        covariance: [D + 2, D + 2] of the Laplace approximation, for (weights, tie, bad).
+        curvature: [D + 2, D + 2] Hessian of the penalised negative log-likelihood, for (weights, tie, bad).
         loss: negative log-likelihood without the penalty, summed over votes.
     """
 
     weights: Floats
     tie: float
     bad: float
-    covariance: Floats
+    curvature: Floats
     loss: float
+
+    @property
+    def covariance(self) -> Floats:
+        """[D + 2, D + 2] of the Laplace approximation."""
+        return np.linalg.inv(self.curvature)
 
     @property
     def parameters(self) -> Floats:
@@ -135,8 +140,8 @@ def fit(found: Choices, penalty: float, start: Floats | None = None) -> Fit:
         at = new
         if before - value < 1e-10 * max(1.0, before):
             break
-    covariance = np.linalg.inv(_derivatives(found, at, weight)[1])
-    return Fit(at[:-2], float(at[-2]), float(at[-1]), covariance, negative_log_likelihood(found, at))
+    curvature = _derivatives(found, at, weight)[1]
+    return Fit(at[:-2], float(at[-2]), float(at[-1]), curvature, negative_log_likelihood(found, at))
 
 
 def _derivatives(found: Choices, at: Floats, weight: Floats) -> tuple[Floats, Floats]:
