@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from retouch.config.derived import forward_precision, parts_per_forward
+from retouch.config.derived import forward_precision, parts_per_forward, spans
 from retouch.engine import Diverged, OutOfMemory
 from retouch.errors import first_line, fitting
 from retouch.observe import Metrics
@@ -106,8 +106,7 @@ class ForwardSize:
         Args:
             count: of these of a row; `optimizer.steps_per_forward` of them are in a forward.
         """
-        size = self.parts_per_forward
-        pieces = [range(start, min(start + size, count)) for start in range(0, count, size)]
+        pieces = spans(count, self.parts_per_forward)
         return [(chunk, piece) for chunk in self.chunks(rows) for piece in pieces]
 
     def _as_many_steps(self, rows: int) -> str:
