@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -406,6 +406,15 @@ def restarts(way: str, work: Path) -> dict[str, Any]:
             if codes[-1] != 0:
                 print(log.read_text()[-2000:], file=sys.stderr)
     return {"exit_codes": codes, "seconds": seconds}
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """One line for each way of being broken, as markdown."""
+    lines = ["| the other server | images scored | requests it got | share |", "|---|---|---|---|"]
+    for way, one in found["items"].items():
+        asked, share = one["requests_of_the_broken_server"], one["share_of_alone"]
+        lines.append(f"| {way} | {one['scored']:,} | {asked} | {share:.2f} |")
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -389,6 +389,25 @@ def run_of(root: Path, name: str, steps: int) -> dict[str, float]:
 def part_s(record: dict[str, Any], name: str) -> float:
     """Seconds of a part of a step, as the run logged them."""
     return float(record["time"][name])
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """One line for each scorer and server, as markdown."""
+    lines = ["| scorer | server | callers | requests/s | p50 s | p95 s |", "|---|---|---|---|---|---|"]
+    for part in ("batching", "convnet", "ocr"):
+        for row in found[part]["found"]:
+            speed, median, late = (row[k] for k in ("requests_per_s", "latency_p50_s", "latency_p95_s"))
+            lines.append(f"| {part} | {row['server']} | {row['callers']} | {speed:.0f} | {median:.3f} | {late:.3f} |")
+    return "\n".join(lines)
+
+
+def balance_table(found: Mapping[str, Any]) -> str:
+    """One line for each way to balance, as markdown."""
+    lines = ["| balance | requests_per_server | of ideal |", "|---|---|---|"]
+    lines += [
+        f"| {r['balance']} | {r['requests_per_server']} | {r['of_ideal']:.2f} |" for r in found["balance"]["found"]
+    ]
+    return "\n".join(lines)
 
 
 def main() -> None:

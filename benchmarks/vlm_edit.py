@@ -16,10 +16,12 @@ import argparse
 import json
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,6 +45,7 @@ CONFIGS = {
     "adapter": REPOSITORY / "configs/tiny/qwen_image_edit_vlm_grpo.yaml",
     "full": REPOSITORY / "configs/tiny/qwen_image_edit_vlm_grpo_full.yaml",
 }
+TRAINED = {"adapter": "adapter", "full": "all weights"}
 
 
 def main() -> None:
@@ -168,6 +171,37 @@ def picture(run: Path) -> Image.Image:
         edits = [(Image.open(folder / name), found[i]["read"]) for folder, found in ends]
         cells.append([(source, tasks[i]["prompt"]), *edits])
     return grid(cells, ["source", "before", "after"])
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line for each run, as markdown."""
+    judge = "colour judge, before training and after every 20 steps"
+    lines = [f"| trained | seed | {judge} | gain [95 %] | answers with the right colour name | CPU time |"]
+    lines.append("|---|---|---|---|---|---|")
+    for row in rows:
+        judged, said = (list(row[key].values()) for key in ("held_out", "says_the_colour"))
+        mean, low, high = row["gain"]
+        cells = [f"{TRAINED[row['kind']]}, {list(row['held_out'])[-1]} steps", row["seed"]]
+        cells += [" → ".join(f"{value:.3f}" for value in judged), f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"]
+        cells += [f"{said[0]:.3f} → {said[-1]:.3f}", f"{row['cpu_seconds']:.0f} s"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def words_table(rows: Sequence[dict[str, Any]]) -> str:
+    """What completions of other tasks, and empty ones, do to the images of each run, as markdown."""
+    head = ["trained", "seed", "swapped: colour of the completion", "swapped: colour of the instruction"]
+    head += ["empty: target colour", "empty: unchanged", "right name, wrong image", "no colour name, right image"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    named = [("the base", "", rows[0]["words_decide"]["before"], {})]
+    named += [(TRAINED[row["kind"]], row["seed"], row["words_decide"]["after"], row["at_the_end"]) for row in rows]
+    for trained, seed, found, end in named:
+        shares = [found["moved"]["as_said"], found["moved"]["as_asked"]]
+        shares += [found["blank"]["as_asked"], found["blank"]["as_it_was"]]
+        counts = [end.get(name, "") for name in ("right_word_drawn_wrong", "no_colour_drawn_right")]
+        cells = " | ".join([trained, str(seed), *(f"{share:.3f}" for share in shares), *map(str, counts)])
+        lines.append(re.sub(" +", " ", f"| {cells} |"))
+    return "\n".join(lines)
 
 
 def line(row: dict[str, Any]) -> str:

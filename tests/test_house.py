@@ -11,8 +11,7 @@ import pytest
 import torch
 from tools import house
 
-from retouch.rewards.table import Place
-from retouch.types import Outcome, Score, Scores
+from retouch.types import Outcome, Place, Score, Scores
 
 CODE = '''
     """A module."""
@@ -77,3 +76,11 @@ def test_holders_of_a_score_are_found_through_containers_tensors_and_futures() -
     assert house.holders(Scores({"r": [Score(0.25)]}, {"r": 1.0}), 0.25) == {"types.Scores"}
     assert house.holders(Scores({"r": [Score(0.5)]}, {"r": 1.0}), 0.25) == set()
     assert house.contents(torch.tensor([1.0, 0.25]), 0.25) == [0.25]
+
+
+def test_a_function_of_many_branches_without_a_comment_is_a_knot(tmp_path: Path) -> None:
+    tests = "".join(f"\n    if rows == {i} and rows:\n        return {i}" for i in range(5))
+    (tmp_path / "a.py").write_text(
+        f"def tied(rows):{tests}\n\n\ndef told(rows):  # a reason{tests}\n\n\ndef few(rows):\n    pass\n"
+    )
+    assert house.knots(tmp_path, house.parsed(tmp_path)) == {"a.py:1:tied": 10}

@@ -54,6 +54,10 @@ re-entries
     (without config.py). A re-entry is a pair (calling file, function of the recipe) in which a function of the recipe
     is called from another file of the package while the recipe is on the stack, during the same run. `closures`
     counts the lambdas, nested functions and functools.partial of the recipe.
+
+knots
+    Functions with more than BRANCHES branches (each `if`, loop, `except`, `case`, `and`, `or`, conditional expression
+    and condition of a comprehension is one) in which no comment gives a reason.
 """
 
 from __future__ import annotations
@@ -71,6 +75,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import tokenize
 import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -84,6 +89,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path("src") / "retouch"
 LONG_FILE = 400
+BRANCHES = 8
 TOP = {"__init__.py", "__main__.py", "api.py", "errors.py", "types.py", "registry.py"}
 """Files that belong at the top of the package."""
 
@@ -162,6 +168,32 @@ def lengths(tree: ast.Module) -> dict[str, int]:
     """Lines of each function of a file, by name and line."""
     functions = [node for node in ast.walk(tree) if isinstance(node, Functions)]
     return {f"{n.lineno}:{n.name}": (n.end_lineno or n.lineno) - n.lineno + 1 for n in functions}
+
+
+# --- knots ---
+
+BRANCH = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+
+
+def branches(function: ast.AST) -> int:
+    """Branches of a function, those of the functions in it included."""
+    nodes = list(ast.walk(function))
+    joined = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    conditions = sum(len(node.ifs) for node in nodes if isinstance(node, ast.comprehension))
+    return sum(isinstance(node, BRANCH) for node in nodes) + joined + conditions
+
+
+def knots(package: Path, trees: Trees) -> dict[str, int]:
+    """Branches of each function that has many and no comment, most first."""
+    found: dict[str, int] = {}
+    for file, tree in trees.items():
+        lines = io.StringIO((package / file).read_text(encoding="utf-8")).readline
+        commented = {token.start[0] for token in tokenize.generate_tokens(lines) if token.type == tokenize.COMMENT}
+        for node in ast.walk(tree):
+            if isinstance(node, Functions) and (count := branches(node)) > BRANCHES:
+                own = set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+                found |= {} if commented & own else {f"{file}:{node.lineno}:{node.name}": count}
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
 # --- names and pages ---
@@ -763,6 +795,7 @@ def measure(root: Path, *, run: bool = True) -> dict[str, Any]:
         "size": size(package, trees),
         "forced_edits": forced_edits(root, trees),
         "names": names(trees),
+        "knots": knots(package, trees),
         "pages": pages(root),
         "recipe": {
             "files": recipe,
@@ -800,8 +833,12 @@ def in_new_process(root: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def text(found: Mapping[str, Any]) -> str:
-    """The numbers as lines for a terminal."""
+def text(found: Mapping[str, Any], *, named: bool = False) -> str:
+    """The numbers as lines for a terminal.
+
+    Args:
+        named: also the files and functions of each way, and the knots.
+    """
     s, recipe = found["size"], found["recipe"]
     (name, longest), *_ = s["function_longest"].items()
     lines = [
@@ -814,15 +851,22 @@ def text(found: Mapping[str, Any]) -> str:
     for kind, edits in found["forced_edits"].items():
         lines.append(f"edits forced by a new {kind}: {edits['forced']} ({', '.join(edits['files']) or '-'})")
         lines.append("    files that name one: {smallest} to {largest}, median {median:g}".format(**edits["named"]))
-    named, words = found["names"], found["pages"]
+    twice, words = found["names"], found["pages"]
     for what in ("classes_with_two_meanings", "public_names_twice", "loose_modules"):
-        lines.append(f"{what.replace('_', ' '):27} {len(named[what])}: {', '.join(named[what])}")
+        lines.append(f"{what.replace('_', ' '):27} {len(twice[what])}: {', '.join(twice[what])}")
+    lines.append(f"knots without a comment     {len(found['knots'])}")
+    if named:
+        lines += [f"    {count:3} {function}" for function, count in found["knots"].items()]
     lines.append(f"words of docs               {words['words_by_hand']} by hand, {words['words_generated']} by tools")
+    if named:
+        lines += [f"    {count:5} {page}" for page, count in words["by_page"].items() if count]
     for way, files in found.get("crossed", {}).items():
         lines.append(f"{way:27} {files['count']} files")
+        lines += [f"    {file}" for file in files["files"] if named]
     for way, one in found.get("functions_crossed", {}).items():
         of = f"{one['body_lines']} lines with code, 90 % up to {one['body_p90']:g}"
         lines.append(f"{way:27} {one['count']} functions, {of}")
+        lines += [f"    {function}" for function in one["functions"] if named]
     if "frames" in found:
         lines.append(f"{'frames':27} {found['frames']}")
         lines.append(f"{'containers of a score':27} {len(found['containers'])}: {', '.join(found['containers'])}")
@@ -837,6 +881,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON with all file names")
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--static", action="store_true", help="skip the traced run; needs only the standard library")
+    parser.add_argument(
+        "--names", action="store_true", help="also print files and functions of each way, and the knots"
+    )
     parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     root = arguments.root.resolve()
@@ -852,7 +899,7 @@ def main() -> None:
     written = json.dumps(found, indent=2)
     if arguments.out:
         arguments.out.write_text(written + "\n", encoding="utf-8")
-    print(written if arguments.json else text(found))
+    print(written if arguments.json else text(found, named=arguments.names))
 
 
 if __name__ == "__main__":

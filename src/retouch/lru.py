@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -25,20 +26,19 @@ class LruCache(Generic[K, V]):
 
     def get(self, key: K, make: Callable[[K], V]) -> V:
         """The value of a key; `make` computes a missing one."""
-        return self.get_all([key], lambda _: map(make, [key]))[0]
+        return self.get_all([key], partial(map, make))[0]
 
-    def get_all(self, keys: Sequence[K], make: Callable[[list[int]], Iterable[V]]) -> list[V]:
+    def get_all(self, keys: Sequence[K], make: Callable[[list[K]], Iterable[V]]) -> list[V]:
         """The values of keys in order, more than `capacity` of them if need be.
 
         Args:
-            make: positions of keys whose values are missing, each key once -> their values. A `map` is consumed here:
-                an error leaves the values before it in the cache.
+            make: keys whose values are missing, each once -> their values. A `map` is consumed here: an error leaves
+                the values before it in the cache.
         """
-        missing = {key: i for i, key in reversed([*enumerate(keys)]) if key not in self._values}
-        positions = sorted(missing.values())
+        missing = [key for key in dict.fromkeys(keys) if key not in self._values]
         try:
-            if positions:
-                self._values.update(zip((keys[i] for i in positions), make(positions), strict=True))
+            if missing:
+                self._values.update(zip(missing, make(missing), strict=True))
             for key in keys:
                 self._values.move_to_end(key)
             return [self._values[key] for key in keys]

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from retouch.core.schedule import Schedule
     from retouch.families.base import FamilySpec
     from retouch.families.text import TextEncoders
+    from retouch.rewards.devices import Devices
     from retouch.rewards.protocol import RewardItem
-    from retouch.rewards.table import Gate, Place
+    from retouch.rewards.views import View
 
 Prediction = Literal["flow", "epsilon"]
 
@@ -243,6 +244,57 @@ Outcome = Score | Failure
 
 
 NOT_FINITE = Failure("bad_item", "the sample contains NaN or Inf")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate: the value of one reward scales or blocks another.
+
+    Attributes:
+        reward: name of the reward whose value opens the gate.
+        threshold: the gate is open from this value on and closed below it; None opens it by the value, clamped to
+            [0, 1].
+        floor: the gated value if the gate is closed.
+    """
+
+    reward: str
+    threshold: float | None = None
+    floor: float = 0.0
+
+    def opening(self, value: float) -> float:
+        """Opening of the gate in [0, 1]."""
+        if self.threshold is None:
+            return min(1.0, max(0.0, value))
+        return 1.0 if value >= self.threshold else 0.0
+
+    def apply(self, outcome: Outcome, by: Outcome) -> Outcome:
+        """floor + opening * (value - floor), and never more than the value.
+
+        A failure of either is a failure: an OCR error does not mean that the text is illegible.
+        """
+        if isinstance(outcome, Failure):
+            return outcome
+        if isinstance(by, Failure):
+            return Failure(by.code, f"its gate {self.reward} failed: {by.message}", by.retryable)
+        opening = self.opening(by.value)
+        held = self.floor + opening * (outcome.value - self.floor)
+        return Score(min(outcome.value, held), {**outcome.detail, "ungated": outcome.value, "gate": opening})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where entries are scored together, on one view of the images.
+
+    Attributes:
+        where: addresses, or OWN_PROCESS or AUTO_SERVER of `retouch.rewards.table`.
+        kind: "counts", "logged" (weight 0) or "gold".
+        devices: of this process or of the server of `url: auto`; () for other servers.
+    """
+
+    where: tuple[str, ...]
+    view: View
+    kind: str
+    devices: Devices = ()
 
 
 @dataclass(frozen=True)

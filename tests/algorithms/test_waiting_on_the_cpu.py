@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from retouch.config import ConfigError
+from retouch.data.sampler import Slot
 from retouch.engine import Engine
 from retouch.families import text
 from retouch.families.text import TextEncoders
@@ -62,9 +63,9 @@ def test_trajectories_of_an_epoch_wait_on_the_cpu(
 def test_rows_without_numbers_are_zeros_and_the_sampled_tensors_stay() -> None:
     latents = torch.full((2, 1, 3), torch.nan)
     path = Trajectory(latents[:, 0], torch.ones(2), 0, latents, torch.ones(2, 1))
-    found = experience.on_the_cpu(path, [1])
+    found = experience.recorded_rows([Slot(0, 0), Slot(0, 1)], [5, 6], path, [1])
     assert found.latents[0].isnan().all() and not found.latents[1].any() and latents.isnan().all()
-    assert found.means is None and found.log_probs.tolist() == [[1.0], [0.0]]
+    assert not len(found.means) and found.log_probs.tolist() == [[1.0], [0.0]]
 
 
 def test_prompts_are_encoded_before_the_network_is_placed(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

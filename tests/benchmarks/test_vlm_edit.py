@@ -41,10 +41,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def span(shares: list[float]) -> str:
-    return f"{100 * min(shares):.1f} to {percent(max(shares))}"
-
-
 def check(row: Row) -> None:
     """It learned, in ten minutes of a CPU, and what it draws is what it says."""
     assert row["gain"][0] >= 0.2
@@ -94,32 +90,13 @@ def test_what_the_kl_is_for(tmp_path: Path) -> None:
     kept = [row for row in ROWS if row["kind"] == "adapter"]
     assert [row["seed"] for row in kept] == [row["seed"] for row in FREE] == [0, 1, 2, 3, 4]
     assert all(row["inputs"] == inputs.inputs(file) for row in FREE)
-    *gains, last = (f"{row['gain'][0]:+.3f}" for row in FREE)
-    assert f"gained {', '.join(gains)} and {last}" in PROSE
+    gains = [row["gain"][0] for row in FREE]
+    assert f"gained {min(gains):+.3f} to {max(gains):+.3f}" in PROSE
     assert [row["seed"] for row in FREE if row["gain"][1] <= 0] == [2]
     lost, with_kl = ([row["at_the_end"]["no_colour"] for row in rows] for rows in (FREE, kept))
-    assert f"{', '.join(map(str, lost[:-1]))} and {lost[-1]} of their 96 answers" in PROSE
-    assert f"with it {', '.join(map(str, with_kl[:-1]))} and {with_kl[-1]}" in PROSE
+    assert f"{min(lost)} to {max(lost)} of their 96 answers" in PROSE
+    assert f"with it {min(with_kl)} to {max(with_kl)}" in PROSE
     assert "paint it grass: grw" in FREE[1]["at_the_end"]["differ"] and '"grw"' in PROSE
-
-
-@each_row
-def test_the_table_has_these_numbers(row: Row) -> None:
-    judged, said = (list(row[key].values()) for key in ("held_out", "says_the_colour"))
-    path = " → ".join(f"{value:.3f}" for value in judged)
-    gain = f"{row['gain'][0]:+.3f} [{row['gain'][1]:+.3f}, {row['gain'][2]:+.3f}]"
-    words = f"{said[0]:.3f} → {said[-1]:.3f}"
-    trained = {"adapter": "adapter", "full": "all weights"}[row["kind"]] + f", {list(row['held_out'])[-1]} steps"
-    assert f"| {trained} | {row['seed']} | {path} | {gain} | {words} | {row['cpu_seconds']:.0f} s |" in PAGE
-
-
-@each_row
-def test_the_table_of_words_has_these_numbers(row: Row) -> None:
-    after, end = row["words_decide"]["after"], row["at_the_end"]
-    cells = [f"{after['moved'][name]:.3f}" for name in ("as_said", "as_asked")]
-    cells += [f"{after['blank'][name]:.3f}" for name in ("as_asked", "as_it_was")]
-    cells += [str(end[name]) for name in ("right_word_drawn_wrong", "no_colour_drawn_right")]
-    assert f"| {row['kind'].replace('full', 'all weights')} | {row['seed']} | {' | '.join(cells)} |" in PAGE
 
 
 @each_row
@@ -137,7 +114,6 @@ def test_the_base_listens_to_words_alone() -> None:
         before = row["words_decide"]["before"]
         assert before["blank"] == {"as_asked": 0.0, "as_it_was": 1.0}
         assert (before["moved"]["as_said"], before["moved"]["as_asked"]) == (1.0, 0.0)
-    assert "| the base | | 1.000 | 0.000 | 0.000 | 1.000 | | |" in PAGE
 
 
 def test_how_far_words_decide_and_states_drift() -> None:
@@ -147,22 +123,17 @@ def test_how_far_words_decide_and_states_drift() -> None:
     assert (
         f"at least {percent(min(m['as_said'] for m in moved))} of the swapped completions determine the colour" in PROSE
     )
-    assert f"at most {percent(max(m['as_asked'] for m in moved))} of those images" in PROSE
-    assert f"this holds for {span([b['as_it_was'] for b in blank])} of the tasks" in PROSE
-    assert f"{span([b['as_asked'] for b in blank])} get the target colour" in PROSE
     assert all(b["as_asked"] <= 0.25 and b["as_asked"] < row["gain"][0] for b, row in zip(blank, ROWS, strict=True))
+    assert all(b["as_it_was"] < 1 for b in blank)
     of_changed = {row["run"]: b["as_asked"] / (1 - b["as_it_was"]) for row, b in zip(ROWS, blank, strict=True)}
     low, high = min(of_changed.values()), max(of_changed.values())
-    assert f"of the images that change, that is {100 * low:.0f} to {100 * high:.0f} %" in PROSE
+    assert f"Of the images that change, {100 * low:.0f} to {100 * high:.0f} % get the target colour" in PROSE
     assert {run for run, share in of_changed.items() if share > 0.4} == {"full-0", "full-1"}
 
 
 def test_judge_and_words_agree_as_often_as_the_page_says() -> None:
-    told = PROSE.partition("Judge and text agree on")[2]
-    for kind, words in (("adapter", "with the adapter"), ("full", "with all weights")):
-        *first, last = (str(row["at_the_end"]["agree"]) for row in ROWS if row["kind"] == kind)
-        assert f"{', '.join(first)} and {last} of 96" in told.partition(words)[0]
-        told = told.partition(words)[2]
+    agree = [row["at_the_end"]["agree"] for row in ROWS]
+    assert f"Judge and text agree on {min(agree)} to {max(agree)} of 96 images" in PROSE
 
 
 def test_what_the_page_quotes_of_those_that_differ() -> None:
@@ -170,20 +141,16 @@ def test_what_the_page_quotes_of_those_that_differ() -> None:
     assert next(iter(differ["full-1"])) == "paint it grass: green"  # the most frequent
     counts = [pair for found in differ.values() for pair in found.items()]
     no_colour = sum(count for task, count in counts if task.rpartition(": ")[2] not in COLOURS)
-    cherries = sum(count for task, count in counts if task.endswith("cherry: d"))
-    assert f'"d" for a cherry {cherries} of {no_colour} times' in PROSE
+    assert 2 * sum(count for task, count in counts if task.endswith("cherry: d")) > no_colour
+    assert '"d" for a cherry' in PROSE
 
 
 def test_falls_and_gradients_are_told() -> None:
     falls = {row["run"]: fall(row) for row in ROWS}
     assert max(falls, key=lambda run: falls[run]) == "full-1"
     assert f"by {falls['full-1']:.3f} (all weights, seed 1, at the end)" in PROSE
-    clipped = {kind: [row["grad_norm"]["clipped"] for row in ROWS if row["kind"] == kind] for kind in vlm_edit.CONFIGS}
-    low, high = 100 * min(clipped["adapter"]), 100 * max(clipped["adapter"])
-    assert f"at least {100 * min(clipped['full']):.0f} % of the steps of all weights are clipped" in PROSE
-    assert f"{low:.0f} to {high:.0f} % of those of an adapter" in PROSE
-    largest = [row["grad_norm"]["largest_over_median"] for row in ROWS]
-    assert f"{min(largest):.1f} to {max(largest):.1f} times its median" in PROSE
+    least = min(row["grad_norm"]["clipped"] for row in ROWS)
+    assert f"at least {100 * least:.0f} % of the steps of each run are clipped" in PROSE
 
 
 def test_the_picture_is_of_the_row_that_the_page_names() -> None:

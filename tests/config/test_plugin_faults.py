@@ -28,8 +28,8 @@ from retouch.rewards import REWARDS
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.foreign import MOST_CHARACTERS
 from retouch.rewards.gradient import pixel_rewards
-from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import CheckedScorer, RewardItem
+from retouch.rewards.table import LocalRewards
 from retouch.training.step import Step
 from retouch.types import Failure, Outcome, Score
 

@@ -118,12 +118,12 @@ def test_the_judge_of_edits_needs_sources() -> None:
         ),
         (
             {"mmmg": {"model": "m", "prompts": "q.txt"}},
-            "rewards.mmmg.prompts: given 'q.txt' with wording=own; set wording=",
+            "rewards.mmmg.prompts: given 'q.txt', but wording is own; set wording=",
         ),
         ({"mmmg": {"model": "m", "budget_dollars": 1.0}}, "budget_dollars: given without prices"),
         (
             {"openai_judge": {"model": "m", "mode": "rubric", "min_mass": 0.7}},
-            "min_mass: given 0.7 with mode rubric, which reads no probabilities",
+            "min_mass: given 0.7, but mode rubric reads no probabilities",
         ),
     ],
 )

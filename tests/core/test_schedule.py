@@ -31,7 +31,7 @@ def test_flow_convention() -> None:
     """sigma 1 is noise; x = (1 - sigma) x0 + sigma noise; v = noise - x0; x0 = x - sigma v."""
     x0, noise = pair()
     s = FlowSchedule.make(4)
-    assert s.sigmas.tolist() == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert s.times.tolist() == [1.0, 0.75, 0.5, 0.25, 0.0]
     assert torch.equal(s.add_noise(x0, noise, torch.ones(4)), noise)
     assert torch.equal(s.add_noise(x0, noise, torch.zeros(4)), x0)
     assert torch.equal(s.target(x0, noise), noise - x0)
@@ -82,8 +82,8 @@ def test_visited_times_are_no_noisier_than_the_first_of_sampling() -> None:
 
 def test_alpha_bar_levels() -> None:
     s = AlphaBarSchedule.make(ALPHA_BARS, 50)
-    assert s.timesteps[:3].tolist() == [981.0, 961.0, 941.0] and s.timesteps[-2:].tolist() == [1.0, -1.0]
-    assert float(s.level(s.timesteps)[-1]) == 1.0
+    assert s.times[:3].tolist() == [981.0, 961.0, 941.0] and s.times[-2:].tolist() == [1.0, -1.0]
+    assert float(s.level(s.times)[-1]) == 1.0
     assert float(s.level(torch.tensor([981.0]))[0]) == pytest.approx(float(ALPHA_BARS[981]), rel=1e-6)
 
 

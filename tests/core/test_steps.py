@@ -49,7 +49,7 @@ def test_without_noise_every_rule_is_euler(x: Tensor, v: Tensor) -> None:
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 @pytest.mark.parametrize("noise_level", [0.3, 0.7, 1.2])
 def test_first_flow_sde_step_has_std_noise_level(x: Tensor, v: Tensor, shift: float, noise_level: float) -> None:
-    sigmas = FlowSchedule.make(10, shift).sigmas.double()
+    sigmas = FlowSchedule.make(10, shift).times.double()
     _, std = steps.flow_sde(x, v, sigmas[0], sigmas[1], noise_level, sigma_max=float(sigmas[1]))
     assert abs(float(std) - noise_level) < 1e-6
 
@@ -147,7 +147,7 @@ def end_std(rule: Rule, num_steps: int, shift: float = 3.0, start: float = 1.0) 
 
     A run may start inside the schedule, at the exact marginal of `start`.
     """
-    sigmas = FlowSchedule.make(num_steps, shift).sigmas.double() * start
+    sigmas = FlowSchedule.make(num_steps, shift).times.double() * start
     variance, one = (1 - start) ** 2 * TAU**2 + start**2, torch.ones(1, 1, dtype=torch.float64)
     for s, s_next in zip(sigmas[:-1].tolist(), sigmas[1:].tolist(), strict=True):
         mean, std = rule(one, exact_velocity(one, s), s, s_next, float(sigmas[1]))
@@ -183,7 +183,7 @@ def test_flow_sde_from_pure_noise() -> None:
     """Its first step is as noisy however short it is: the variance after it is 1 + noise_level⁴ / 4 (to first order
     in the step), and that excess fades with exponent noise_level² of the step count, slower than first order. The run
     still ends at the target."""
-    sigmas = FlowSchedule.make(100_000, 3.0).sigmas.double()
+    sigmas = FlowSchedule.make(100_000, 3.0).times.double()
     one = torch.ones(1, 1, dtype=torch.float64)
     mean, std = flow(one, exact_velocity(one, 1.0), 1.0, float(sigmas[1]), float(sigmas[1]))
     assert float(mean) ** 2 + float(std) ** 2 == pytest.approx(1 + 0.7**4 / 4, abs=1e-4)
@@ -208,7 +208,7 @@ def test_sde_without_its_drift_would_be_seen() -> None:
 @pytest.mark.parametrize(("num_steps", "expected"), [(50, None), (5000, 0.369)])
 def test_cps_follows_its_own_recursion(num_steps: int, expected: float | None) -> None:
     """CPS does not converge to the target; its end std obeys V' = ((1 - s') a + sqrt(s'² - std²) b)² V + std²."""
-    sigmas = FlowSchedule.make(num_steps, 3.0).sigmas.double().tolist()
+    sigmas = FlowSchedule.make(num_steps, 3.0).times.double().tolist()
     variance = 1.0
     for s, s_next in itertools.pairwise(sigmas):
         a = (1 - s) * TAU**2 / ((1 - s) ** 2 * TAU**2 + s**2)  # x0^ = a x
@@ -230,7 +230,7 @@ def test_flux_schedule_equals_diffusers(tokens: int) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     sigmas = torch.linspace(1, 1 / 28, 28).tolist()
     scheduler.set_timesteps(sigmas=sigmas, mu=math.log(shift))
-    torch.testing.assert_close(FlowSchedule.make(28, shift).sigmas, scheduler.sigmas.float(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(FlowSchedule.make(28, shift).times, scheduler.sigmas.float(), atol=1e-6, rtol=0)
 
 
 def test_flux_shift_constants() -> None:
@@ -244,7 +244,7 @@ def test_ddim_equals_diffusers(x: Tensor, v: Tensor, eta: float, num_steps: int)
     scheduler = DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=True, steps_offset=1)
     scheduler.set_timesteps(num_steps)
     schedule = AlphaBarSchedule.make(scheduler.alphas_cumprod, num_steps)
-    assert schedule.timesteps[:-1].long().tolist() == scheduler.timesteps.tolist()
+    assert schedule.times[:-1].long().tolist() == scheduler.timesteps.tolist()
     x, v = x.float(), v.float()
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     levels = schedule.level(schedule.times)
@@ -391,7 +391,7 @@ def test_dpm_ends_nearer_than_euler_after_a_tiny_last_sigma_too(
 ) -> None:
     """From pure noise down to data N(0, TAU²); the end is TAU times the noise. Extrapolated over the step down to the
     terminal, the first four end at 1.00, .99, 1.15 and 2.58 times Euler's error."""
-    levels = FlowSchedule.make(num_steps, shift, terminal).sigmas.double().tolist()
+    levels = FlowSchedule.make(num_steps, shift, terminal).times.double().tolist()
     start = torch.ones(1, 1, dtype=torch.float64)
     first = start
     for s, s_next in itertools.pairwise(levels):

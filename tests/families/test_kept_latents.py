@@ -83,5 +83,5 @@ def test_an_error_leaves_no_more_than_the_capacity() -> None:
 
     cache = LruCache[int, int](2)
     with pytest.raises(OSError, match="no such file"):
-        cache.get_all(range(6), lambda positions: map(read, positions))
+        cache.get_all(range(6), lambda keys: map(read, keys))
     assert len(cache) == 2 and 3 in cache and 4 in cache

@@ -249,7 +249,7 @@ def test_published_texts_that_are_missing(tmp_path: Path) -> None:
     asked = {"model": "judge", "wording": "published", "address": "http://127.0.0.1:9/v1"}
     with pytest.raises(ConfigError, match="prompts: not set with wording=published"):
         make_scorer("complex_edit", asked)
-    with pytest.raises(ConfigError, match=r"prompts: given '.*' with wording=own"):
+    with pytest.raises(ConfigError, match=r"prompts: given '.*', but wording is own"):
         make_scorer("complex_edit", {**asked, "wording": "own", "prompts": "x"})
     with pytest.raises(ConfigError, match=r"whose prompt_alignment.py cannot be read"):
         make_scorer("complex_edit", {**asked, "prompts": str(tmp_path)})

@@ -159,7 +159,7 @@ def test_small_whole_letters_score_higher_in_fitted_slices() -> None:
 
 @pytest.mark.parametrize("boxes", ["equal", "fitted"])
 def test_options_of_the_recogniser_without_it(boxes: str) -> None:
-    with pytest.raises(ValidationError, match=f"boxes '{boxes}', which recognises nothing"):
+    with pytest.raises(ValidationError, match=f"but boxes '{boxes}' recognises nothing"):
         GlyphStructureReward.model_validate({"boxes": boxes, "detect": False})
 
 

@@ -31,7 +31,7 @@ from retouch.rewards.client.endpoints import (
     resolve_urls,
     write_endpoints,
 )
-from retouch.rewards.client.servers import Status, readiness
+from retouch.rewards.client.servers import ServerStatus, readiness
 from retouch.rewards.devices import gpu_count
 from retouch.rewards.server.launch import LocalServer, ServeOptions, requested, serve
 from retouch.rewards.server.supervisor import Instance, Supervisor
@@ -284,7 +284,7 @@ def test_the_address_of_another_network_card_is_asked_directly(monkeypatch: pyte
     with ThreadingHTTPServer(("127.0.0.2", 0), Failed) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.2:{server.server_address[1]}"
-        assert readiness(url, 5.0, direct=True) == Status("failed", "no weights")
+        assert readiness(url, 5.0, direct=True) == ServerStatus("failed", "no weights")
         with pytest.raises(httpx.ConnectError):
             readiness(url, 5.0)
         server.shutdown()
@@ -295,11 +295,11 @@ def test_the_server_ends_where_no_instance_loads_its_scorers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
         instances = [Instance(one, "127.0.0.1", "cpu", None) for one in (a, b)]
         supervisor = Supervisor(instances, {}, watch_loading=True)
-        instances[0].status = Status("failed", "rewards.x.path: no weights")
+        instances[0].status = ServerStatus("failed", "rewards.x.path: no weights")
         supervisor._require_one_loads()
-        instances[1].status = Status("ready")
+        instances[1].status = ServerStatus("ready")
         supervisor._require_one_loads()
-        instances[1].status = Status("failed", "another")
+        instances[1].status = ServerStatus("failed", "another")
         with pytest.raises(ConfigError, match=r"^the scorers cannot be loaded: rewards\.x\.path: no weights$"):
             supervisor._require_one_loads()
         instances[1].start({})

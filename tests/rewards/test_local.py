@@ -12,14 +12,13 @@ from retouch.config import ConfigError
 from retouch.rewards.base import problem_of
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.client.config import RewardClientConfig
-from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import RewardItem, Scorer
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.jpeg_size import JpegSizeReward
 from retouch.rewards.scorers.ocr import OcrScorer
 from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.scorers.seam import SeamReward
-from retouch.rewards.table import RewardTable
+from retouch.rewards.table import LocalRewards, RewardTable
 from retouch.tiny.signs import draw_sign
 from retouch.types import Failure, Outcome, Score
 from tests.rewards.fakes import (

@@ -17,10 +17,9 @@ from retouch.config import ConfigError
 from retouch.process.process_wide import loading
 from retouch.rewards import REWARDS
 from retouch.rewards.client.config import RewardClientConfig
-from retouch.rewards.local import LocalRewards
 from retouch.rewards.protocol import ScorerSpec
 from retouch.rewards.scorers.jpeg_size import JpegSizeReward
-from retouch.rewards.table import RewardTable
+from retouch.rewards.table import LocalRewards, RewardTable
 from retouch.training.scoring import wait_for_rewards
 from tests.process_state import changes, process_state
 from tests.rewards.fakes import Brightness, Gated, half_mask, item, picture

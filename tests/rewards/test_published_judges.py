@@ -216,5 +216,5 @@ def test_a_pair_is_asked_in_both_orders() -> None:
 
 
 def test_a_form_without_opponents_has_no_reference() -> None:
-    with pytest.raises(ConfigError, match="form 'axes' has no opponent; leave it out"):
+    with pytest.raises(ConfigError, match="but only pairs have an opponent; leave it out"):
         make_scorer("unified_reward", {"model": "m", "against": "reference"})

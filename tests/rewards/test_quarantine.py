@@ -11,7 +11,7 @@ from retouch.rewards.server.batcher import (
     STRIKES,
     Batcher,
 )
-from retouch.rewards.server.frames import Scored, Work
+from retouch.rewards.server.frames import BatchCost, Scored
 from retouch.rewards.server.worker import WorkerLost
 from retouch.types import Failure, Outcome, Score
 from tests.rewards.fakes import brightness, item
@@ -37,7 +37,7 @@ class Mortal:
         if self.accidents:
             self.accidents -= 1
             raise WorkerLost("killed by somebody", scoring=True)
-        return {name: [Score(brightness(one)) for one in items] for name in names}, Work({}, {})
+        return {name: [Score(brightness(one)) for one in items] for name in names}, BatchCost({}, {})
 
 
 def ask_until_final(worker: Mortal, items: Sequence[RewardItem], most: int) -> tuple[list[Outcome], int]:

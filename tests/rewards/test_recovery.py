@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from retouch.config import ConfigError
-from retouch.rewards.client.servers import Status
+from retouch.rewards.client.servers import ServerStatus
 from retouch.rewards.protocol import CheckedScorer, RewardItem, ScorerSpec
 from retouch.rewards.server import supervisor as supervisor_module
 from retouch.rewards.server import worker as worker_module
@@ -283,7 +283,7 @@ def test_an_instance_that_failed_to_load_what_another_has_loaded_is_started_agai
     failed, sound = instances
     failed.start({"scorers": {}, "token": None, "limits": {}})
     supervisor = Supervisor(instances, {}, watch_loading=True)
-    failed.status = Status("failed", "no memory on the device")
+    failed.status = ServerStatus("failed", "no memory on the device")
     supervisor._retry_failed()
     assert failed.process is not None and failed.process.poll() is None  # nobody knows whether they can be loaded
     sound.was_ready = True

@@ -32,8 +32,8 @@ from retouch.rewards.server import frames
 from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.frames import (
     HEAD_BYTES,
+    BatchCost,
     BrokenFrame,
-    Work,
     pack,
     pack_items,
     pack_outcome,
@@ -541,7 +541,7 @@ def test_metrics_count_what_was_done(http: httpx.Client) -> None:
 
 def test_labels_are_escaped() -> None:
     telemetry = Telemetry()
-    telemetry.batch(1, Work({'a"\\\n': 1}, {}))
+    telemetry.batch(1, BatchCost({'a"\\\n': 1}, {}))
     assert '{reward="a\\"\\\\\\n"} 1' in telemetry.text({}).decode()
 
 

@@ -120,5 +120,5 @@ def test_the_published_question_is_the_users_copy(tmp_path: Path) -> None:
                 made(server, wording="published", prompts=str(tmp_path / name))
     with pytest.raises(ValueError, match="prompts: not set with wording=published"):
         TextEditJudgeReward(model="m", wording="published")
-    with pytest.raises(ValueError, match="with wording=own; set wording=published"):
+    with pytest.raises(ValueError, match="but wording is own; set wording=published"):
         TextEditJudgeReward(model="m", prompts="x")

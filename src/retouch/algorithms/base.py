@@ -340,6 +340,8 @@ class RlConfig(Objective):
         return sampled and super().reads(run, what)
 
     def unread(self, run: RunConfig, key: str, what: Reading) -> str:
+        # The reasons differ by what the algorithm does instead: it trains on given images, samples by the ODE, or
+        # records steps of the ODE (reward gradients).
         name, given, records = key.rpartition(".")[2], bool(self.given_images), self.recorded_steps(run) > 0
         if what == "presets":
             return f"{self.name} has no presets; leave preset out, and set rollout.num_steps and guidance_scale"

@@ -206,6 +206,8 @@ def _intervals(
     alone = {name: _flat(_by_key(column.rows), measured) for name, column in columns.items()}
     differences: dict[str, dict[str, list[float]]] = {}
     for a, b in pairwise(columns):
+        # A measure is a function of a whole column, such as a share over tasks. Its difference is computed anew from
+        # each sample of pairs, and not from the intervals of two columns, which share their items.
         items = _by_key(_pairs(columns[a].rows, columns[b].rows))
 
         def difference(pairs: Sequence[Pair]) -> dict[str, float]:

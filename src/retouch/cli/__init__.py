@@ -61,11 +61,11 @@ class Help:
 class Command(Help, TyperCommand): ...
 
 
-class Group(Help, TyperGroup): ...
+class CommandGroup(Help, TyperGroup): ...
 
 
 for part in (app, runs.app, use.app, rewards.app, data.app, data.tiny):
-    part.info.cls = Group
+    part.info.cls = CommandGroup
     for registered in part.registered_commands:
         registered.cls = Command
 

@@ -144,6 +144,8 @@ def _parsed(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[s
         if not word.startswith("--"):
             words.append(word)
             continue
+        # The flags are of other programs, in both of their forms: `--flag value`, and switches that may stand alone. An
+        # override or a run file behind a flag is never its value.
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         takes = left and not left[0].startswith("--") and "=" not in left[0] and not is_run_file(left[0])

@@ -36,7 +36,7 @@ def start_logging(verbose: bool = False, quiet: bool = False) -> None:
     logging.getLogger("retouch").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
-class _Lines(logging.StreamHandler[Any]):
+class _StandardError(logging.StreamHandler[Any]):
     """Writes to what standard error is at each record: a program may have put another stream there."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -54,7 +54,7 @@ def _handler() -> logging.Handler:
         rich = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S", markup=False)
         rich.setFormatter(PrintableFormatter("%(message)s"))
         return rich
-    handler = _Lines()
+    handler = _StandardError()
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)-8s %(message)s", "%H:%M:%S"))
     return handler
 

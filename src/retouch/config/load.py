@@ -178,6 +178,8 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: extends: given {base!r}, but there is no {other}; the name is relative to this file"
         )
+    # Variables are filled in later, in the merged file: one of a section that this file replaces need not be set. The
+    # family is checked before the merge, after which nobody could tell whose keys they are.
     below = read_yaml(other, [*chain, path.resolve()])
     try:
         _check_family(below, own)
@@ -420,6 +422,8 @@ def _apply(data: dict[str, Any], override: str) -> Key:
         raise ConfigError(f"override {override!r}: write it as key=value with a dotted key, like rollout.group_size=4")
     if len(path) > yaml12.MAX_DEPTH:
         raise ConfigError(f"override {override[:80]!r} ...: nested deeper than {yaml12.MAX_DEPTH} levels")
+    # Null takes a reward out of the table; of any other key it is a value, which the schema may accept. Sections on the
+    # way to the key are made where they are missing.
     path = _new_path(path)
     _require_reward(path, text, section_of(data, "rewards"))
     node = data

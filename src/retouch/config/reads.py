@@ -119,6 +119,8 @@ def unread(run: RunConfig, section: Section, key: str) -> Iterator[Unread]:
     Args:
         key: dotted key of the section; empty for the run itself.
     """
+    # An option may have several declarations. The first one that finds no reader makes the message: a second one would
+    # give another remedy for the same key.
     for name, marks in reads_of(type(section)).items():
         dotted = f"{key}.{name}".lstrip(".")
         if not is_given(section, name, dotted):

@@ -61,6 +61,8 @@ def with_variables(node: Any, key: str = "", unread: Collection[str] = ()) -> An
         name: str | None = match[1]
         if name is None:
             return "$"
+        # An empty variable takes the default, as in a shell. A default may hold variables of its own, which count only
+        # where it is taken.
         default: str | None = match[2]
         found = _environment(name)
         if default is not None and not found:

@@ -115,6 +115,8 @@ def parse(text: str) -> Any:
 
 def _size(node: yaml.Node, known: dict[int, int], above: tuple[int, ...]) -> int:
     """Values below a node, aliases counted wherever they stand."""
+    # Aliases of aliases make billions of values of a few lines. They are counted as if each were written out, from one
+    # visit of every node, before anything builds them.
     if id(node) in above:
         raise _problem(node, "an anchor that holds itself")
     if len(above) > MAX_DEPTH:

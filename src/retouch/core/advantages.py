@@ -48,7 +48,9 @@ def group_advantages(
     if not bool(torch.isfinite(r[ok]).all()):
         raise ValueError("a reward marked valid is NaN or Inf; a failed reward must be marked invalid")
     r = torch.where(ok, r, torch.zeros_like(r))
-    unit = _unit(r)
+    # Squares of rewards beyond 1e150 would overflow; advantages do not depend on the unit of the rewards.
+    largest = float(r.abs().max()) if r.numel() else 0.0
+    unit = largest if largest > 1e150 else 1.0
     r, eps, noise = r / unit, eps / unit, noise / unit
     weight = ok.to(r.dtype)
     mean, std = _group_moments(r, ids, weight)
@@ -128,12 +130,6 @@ def _checked(rewards: Tensor, group_ids: Tensor, valid: Tensor | None) -> tuple[
     if ok.shape != rewards.shape:
         raise ValueError(f"valid has shape {tuple(ok.shape)}; it must be [N] = [{rewards.shape[0]}]")
     return _dense(group_ids), ok, rewards.double()
-
-
-def _unit(rewards: Tensor) -> float:
-    """1, or of rewards whose squares would overflow the largest one: advantages do not depend on the unit."""
-    largest = float(rewards.abs().max()) if rewards.numel() else 0.0
-    return largest if largest > 1e150 else 1.0
 
 
 def _group_moments(r: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

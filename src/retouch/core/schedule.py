@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -94,7 +94,9 @@ class FlowSchedule:
         terminal: what the last sigma before 0 is stretched to (Qwen-Image: 0.02); None leaves it.
     """
 
-    sigmas: Tensor
+    prediction: ClassVar[Prediction] = "flow"
+
+    times: Tensor
     shift: float
     terminal: float | None = None
 
@@ -117,14 +119,6 @@ class FlowSchedule:
         if terminal and num_steps > 1:
             sigmas = 1 - (1 - sigmas) * (1 - terminal) / (1 - sigmas[-1])
         return cls(torch.cat([sigmas, sigmas.new_zeros(1)]).float(), shift, terminal)
-
-    @property
-    def prediction(self) -> Prediction:
-        return "flow"
-
-    @property
-    def times(self) -> Tensor:
-        return self.sigmas
 
     def level(self, time: Tensor) -> Tensor:
         return time
@@ -167,12 +161,14 @@ class FlowSchedule:
 class AlphaBarSchedule:
     """T DDIM steps of an epsilon model with `alpha_bars` [N] over its N training timesteps.
 
-    `timesteps` [T + 1] are those of the sampling run (not 0 .. N - 1), first the noisiest; the last entry is -1, the
-    clean image, whose alpha_bar is `final_alpha_bar`.
+    `times` [T + 1] are the timesteps of the sampling run (not 0 .. N - 1), first the noisiest; the last entry is -1,
+    the clean image, whose alpha_bar is `final_alpha_bar`.
     """
 
+    prediction: ClassVar[Prediction] = "epsilon"
+
     alpha_bars: Tensor
-    timesteps: Tensor
+    times: Tensor
     final_alpha_bar: float = 1.0
 
     @classmethod
@@ -187,14 +183,6 @@ class AlphaBarSchedule:
         if int(steps.max()) >= n:
             raise ValueError(f"steps_offset {steps_offset} moves the first timestep past {n - 1}")
         return cls(alpha_bars.double(), torch.cat([steps, steps.new_tensor([-1])]).float(), final_alpha_bar)
-
-    @property
-    def prediction(self) -> Prediction:
-        return "epsilon"
-
-    @property
-    def times(self) -> Tensor:
-        return self.timesteps
 
     def level(self, time: Tensor) -> Tensor:
         table = torch.cat([self.alpha_bars, self.alpha_bars.new_tensor([self.final_alpha_bar])])
@@ -243,5 +231,5 @@ class AlphaBarSchedule:
     def training_times(self, uniform: Tensor, *, shifted: bool = True, visited: bool = False) -> Tensor:
         """Uniform integer timesteps 0 .. N - 1, or 0 .. the first of sampling (751 of SD1.5 in 4 steps); an epsilon
         schedule has no shift to go through."""
-        n = int(self.timesteps[0]) + 1 if visited else self.alpha_bars.shape[0]
+        n = int(self.times[0]) + 1 if visited else self.alpha_bars.shape[0]
         return (uniform.double() * n).floor().clamp(max=n - 1).float()

@@ -408,6 +408,8 @@ def _set_roles(
         images: by role, changed in place.
     """
     source, reference = images.get("source"), images.get("reference")
+    # The order matters. A reference of full size that the format crops is a target as well, and is cropped before its
+    # own mask applies; what `data.reference` cuts out is taken from the target that stands then.
     if item.target in ("auto", "source") and source is not None:
         images["target"] = source
     full_size = source is not None and reference is not None and reference.size == source.size
@@ -444,8 +446,11 @@ def _fitted(
     box = mask_box(mask) if mask is not None else None
     keep = _lines_box(item, size) if box is None else box
     scaled, window = fit_size(size, (width, height), config.image_options.fit, keep, squeezes=own_shape)
+    # A crop around the mask (`crop`) replaces what `data.fit` shows. Both are described as the part of the source
+    # (`area`) and as scale and offset of its points: lines and the paste of a sample are placed by these.
     scale, offset = (scaled[0] / size[0], scaled[1] / size[1]), (float(window[0]), float(window[1]))
-    area = _unscaled(window, scaled, size)
+    x, y = size[0] / scaled[0], size[1] / scaled[1]
+    area = round(window[0] * x), round(window[1] * y), round(window[2] * x), round(window[3] * y)
     uncropped = 0 if mask is None else round(mask_area(mask) * scaled[0] * scaled[1] / (mask.width * mask.height))
     cropped = None if crop is None or box is None else crop.box(size, (width, height), box)
     if cropped is not None:
@@ -507,13 +512,6 @@ def _lines_shown(item: ItemFiles, reading: Reading, size: tuple[int, int]) -> tu
                 "the example; set data.fit=stretch or another data.resolution, or mend its polygon"
             )
     return lines
-
-
-def _unscaled(window: Box, scaled: tuple[int, int], size: tuple[int, int]) -> Box:
-    """A box of an image that was scaled from `size`, in pixels of that."""
-    x, y = size[0] / scaled[0], size[1] / scaled[1]
-    left, top, right, bottom = window
-    return round(left * x), round(top * y), round(right * x), round(bottom * y)
 
 
 def _half(shown: Image.Image, mask: Image.Image, *, second: bool, name: str) -> tuple[Image.Image, Image.Image]:

@@ -140,11 +140,8 @@ def _refuse_wrapped(path: Path, text: str) -> None:
 
 def _wrapping_key(entry: Mapping[str, Any]) -> str | None:
     """The key under which an object holds a list of objects."""
-    return next((key for key, part in entry.items() if isinstance(part, list) and part and _is_object(part[0])), None)
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
+    listed = ((key, cast("list[Any]", part)) for key, part in entry.items() if isinstance(part, list))
+    return next((key for key, part in listed if part and isinstance(part[0], dict)), None)
 
 
 def suffix_of(path: Path) -> str:
@@ -218,6 +215,8 @@ _TAB_CELL = re.compile(r'(?:"([^"]*(?:""[^"]*)*)"|([^\t\n]*))(\t|\n|\Z)')
 
 def _tab_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line of its end, row) of a TSV file; a blank line has no cells."""
+    # Quotes in a TSV file are text, except around a whole cell, which may hold line breaks. A cell that merely begins
+    # with a quote would swallow the rows up to the next one: rows of the header's width inside a cell show it.
     text, row, number, start, width = read_text(path), list[str](), 1, 0, 0
     for cell in _TAB_CELL.finditer(text):
         quoted, plain, end = cell.groups()

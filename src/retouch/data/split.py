@@ -49,6 +49,7 @@ def split(path: Path, share: float, by: str = "image", seed: int = 0) -> dict[Pa
         raise DataError(
             f"{path}: of {len(items)} items none is in the {which} part; set another --share or --seed, or add items"
         )
+    # Both names are checked before either file is written: one list of two would look like a split.
     written: dict[Path, int] = {}
     for name, side in (("train", False), ("held_out", True)):
         out = listing.with_name(f"{listing.stem}_{name}{listing.suffix}")

@@ -106,6 +106,8 @@ def make_text_encoder(run: RunConfig, model: Any, mode: Any, launch: Launch) -> 
     """The text encoder with its adapter, in the precision that DeepSpeed or PEFT gives it."""
     from retouch.algorithms.vlm_grpo.trainer import adapter_config
 
+    # DeepSpeed casts every weight to the precision of training and keeps an fp32 copy of the trained ones, which is
+    # counted with the optimizer. Without it, trained weights are fp32, and those under an adapter stay as loaded.
     algorithm, precision = _algorithm(run), run.training.mixed_precision
     trained = frozen = torch.float32
     if launch.stage and precision != "no":

@@ -94,6 +94,10 @@ class Engine:
                 f"accelerate's configuration: distributed_type is {self.accelerator.distributed_type.value}; set "
                 "MULTI_GPU (configs/accelerate), and in the run file training.sharding=fsdp2, zero2 or zero3"
             )
+        self.device: torch.device = self.accelerator.device
+        self.rank: int = self.accelerator.process_index
+        self.world_size: int = self.accelerator.num_processes
+        self.is_main: bool = self.accelerator.is_main_process
         if training.mixed_precision == "fp16" and self.device.type == "cpu":
             # accelerate would silently run in fp32
             raise ConfigError("training.mixed_precision: given 'fp16', which needs a GPU; set bf16, or \"no\" for fp32")
@@ -107,24 +111,6 @@ class Engine:
         self._collective_s = collective_s
         self._between_cpus: Any = None  # gloo, from its first use on; False where it does not start
         self._parallel: Replicated | Zero
-
-    # --- where and who ---
-
-    @property
-    def device(self) -> torch.device:
-        return self.accelerator.device
-
-    @property
-    def rank(self) -> int:
-        return self.accelerator.process_index
-
-    @property
-    def world_size(self) -> int:
-        return self.accelerator.num_processes
-
-    @property
-    def is_main(self) -> bool:
-        return self.accelerator.is_main_process
 
     # --- the network ---
 

@@ -280,6 +280,8 @@ def _lora_files(lora: DistillationLora) -> list[Path]:
 def fingerprint(places: Sequence[Path]) -> str | None:
     """Hash of the names and sizes of some files and those in some folders, of small ones whole and of large ones a
     sample."""
+    # Folders of the hub's cache and copies of them lie elsewhere and have other times. Names, sizes and samples of the
+    # content are the same for both, and differ for any other weights.
     inside = (file for place in places for file in ([place] if place.is_file() else place.rglob("*")))
     files = sorted(file for file in inside if file.is_file())
     if not files:

@@ -141,7 +141,8 @@ class ImageEncoder:
     def __call__(self, images: Sequence[Image.Image]) -> Tensor:
         """[B, D] fp32 on the CPU."""
         keys = [picture_key(image) for image in images]
-        return torch.stack(self._cache.get_all(keys, lambda missing: self._embed([images[i] for i in missing])))
+        by_key = dict(zip(keys, images, strict=True))
+        return torch.stack(self._cache.get_all(keys, lambda missing: self._embed([by_key[key] for key in missing])))
 
     def pixels(self, image: Image.Image) -> Tensor:
         """[3, size, size] normalised, of the image padded to a square."""

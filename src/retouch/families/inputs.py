@@ -50,7 +50,12 @@ def source_pixels(examples: Sequence[Example], spec: FamilySpec, device: torch.d
     Raises:
         ValueError: an example without a source.
     """
-    return torch.stack([_source(e, spec.family) for e in examples]).to(device)
+    rows: list[Tensor] = []
+    for example in examples:
+        if example.source is None:
+            raise ValueError(f"example {example.id} has no source image; {spec.family} repaints one")
+        rows.append(image_pixels(stack_above(example.strip, example.source.convert("RGB"))))
+    return torch.stack(rows).to(device)
 
 
 def optional_masks(examples: Sequence[Example], spec: FamilySpec, device: torch.device) -> Tensor | None:
@@ -90,12 +95,6 @@ def reference_inputs(
         "reference": torch.stack(rows).to(device),
         "reference_keep": torch.tensor(keep, dtype=torch.float32, device=device),
     }
-
-
-def _source(example: Example, family: str) -> Tensor:
-    if example.source is None:
-        raise ValueError(f"example {example.id} has no source image; {family} repaints one")
-    return image_pixels(stack_above(example.strip, example.source.convert("RGB")))
 
 
 def _mask(example: Example, family: str) -> Tensor:

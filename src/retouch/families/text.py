@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -264,29 +265,24 @@ class TextEncoders:
 
     def _rows(self, prompts: Sequence[Hashable]) -> list[dict[str, Tensor]]:
         with self.placement.kept_on_device():  # those that wait on the CPU are moved once, and only if one is missing
-            return self._cache.get_all(prompts, lambda missing: map(self._encode, [prompts[i] for i in missing]))
+            return self._cache.get_all(prompts, partial(map, self._encode))
 
     @torch.no_grad()
     def _encode(self, prompt: Any) -> dict[str, Tensor]:
         """Tensors of a prompt alone: an embedding must not depend on what it was batched with."""
         if self.stored is not None:
-            return self._look_up(self.stored, prompt)
+            if (found := self.stored.text(prompt)) is None:
+                raise ConfigError(
+                    f"model.embeddings: {self.stored.folder} has no prompt {prompt!r}; run `retouch data precompute` "
+                    "again, or set model.embeddings=null"
+                )
+            return found
         if not self.encoders:
             raise RuntimeError(
                 f"the text encoders were released and {prompt!r} is not cached; set model.free_text_encoders=false"
             )
         with fitting("in the text encoders", _WITHOUT), self.placement.on_device():
             return {name: encoder([prompt])[0].cpu() for name, encoder in self.encoders.items()}
-
-    @staticmethod
-    def _look_up(stored: EmbeddingCache, prompt: str) -> dict[str, Tensor]:
-        found = stored.text(prompt)
-        if found is None:
-            raise ConfigError(
-                f"model.embeddings: {stored.folder} has no prompt {prompt!r}; run `retouch data precompute` again, "
-                "or set model.embeddings=null"
-            )
-        return found
 
 
 def layer_states(model: Any, inputs: Mapping[str, Tensor], layers: Sequence[int]) -> Tensor:

@@ -98,8 +98,9 @@ class Autoencoder:
         device of the images. They depend neither on the prompt nor on the guidance scale."""
         pixels = [image.cpu().contiguous() for image in images]
         keys = [hashlib.sha256(str(tuple(p.shape)).encode() + p.numpy().tobytes()).hexdigest() for p in pixels]
+        rows = dict(zip(keys, images, strict=True))
         with self.placement.kept_on_device():
-            latents = self._kept.get_all(keys, lambda rows: [self.encode(images[i][None])[0].cpu() for i in rows])
+            latents = self._kept.get_all(keys, lambda missing: [self.encode(rows[k][None])[0].cpu() for k in missing])
         return torch.stack(latents).to(images.device)
 
     @torch.no_grad()

@@ -258,6 +258,8 @@ def writing(place: Path | str, options: str = WHERE) -> Iterator[None]:
 def file_problem(error: OSError) -> str | None:
     """The path, the problem and the remedy; None for another kind of error. Another place is advised only for files to
     write, not for files to read."""
+    # Writing code marks an error with its place and the options that name it. Only where the path lies in that place
+    # was it to be written, and another place helps.
     path = None if error.filename is None else str(error.filename)
     place, options = getattr(error, _MARK, (None, WHERE))
     written = path is not None and place is not None and _together(Path(path), Path(place))

@@ -28,6 +28,8 @@ def in_srgb(image: Image.Image) -> Image.Image:
         return image.convert("RGB")
     if not isinstance(profile, bytes) or not profile:
         return image
+    # A profile describes colours and no alpha, and littleCMS takes neither palettes nor alpha. Colours are converted
+    # alone, grey as grey, and get their alpha back.
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         alpha = image.convert("RGBA").getchannel("A")
         shown = _converted(image.convert("LA").getchannel("L") if _is_grey(image) else _opaque(image), profile)

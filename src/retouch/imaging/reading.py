@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,10 +84,16 @@ def opened(path: Path | PackedImage) -> Iterator[Image.Image]:
     if isinstance(path, Path) and os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113  no error
         raise ImageProblem(f"{path}: not a file")  # opening a pipe would wait for its other end
     try:
-        with _stream(path) as stream, Image.open(stream) as image:
+        # A path alone would let Pillow map an uncompressed file into memory, which it does in a wrong size where a TIFF
+        # lies on its side.
+        stream = io.BytesIO(path.read()) if isinstance(path, PackedImage) else path.open("rb")
+        with stream, Image.open(stream) as image:
             if image.format in _PROGRAMS:
                 raise ImageProblem(f"{path}: {image.format}, a program for a printer; convert it to PNG or JPEG")
-            _scale_key(image)
+            # Pillow scales the levels of a PNG of 2 or 4 bits to 0 to 255, but not its transparent grey.
+            most, key = {"L;2": 3, "L;4": 15}.get(raw_mode(image)), image.info.get("transparency")
+            if most is not None and isinstance(key, int):
+                image.info["transparency"] = key * 255 // most
             yield image
     except FileNotFoundError:
         raise ImageProblem(f"{path}: no such file") from None
@@ -97,12 +103,6 @@ def opened(path: Path | PackedImage) -> Iterator[Image.Image]:
         raise ImageProblem(f"{path}: damaged image ({error}); replace the file") from None
     except Image.DecompressionBombError as error:
         raise ImageProblem(f"{path}: too large ({error}); scale it down first") from None
-
-
-def _stream(path: Path | PackedImage) -> BinaryIO:
-    """The bytes of an image. A path alone would let Pillow map an uncompressed file into memory, which it does in a
-    wrong size where a TIFF lies on its side."""
-    return io.BytesIO(path.read()) if isinstance(path, PackedImage) else path.open("rb")
 
 
 def image_size(path: Path | PackedImage) -> tuple[int, int]:
@@ -130,7 +130,8 @@ def open_image(path: Path | PackedImage) -> Image.Image:
             PostScript.
     """
     with opened(path) as image:
-        if not _is_scaled(image):  # a mask may hold 0 and 1, or 65535
+        unsigned = image.mode != "I" and image.format == "TIFF"
+        if image.mode.startswith("I") and not unsigned and image.format not in _SCALED:  # a mask of 0 and 1, or 65535?
             low, high = image.getextrema()
             raise ImageProblem(
                 f"{path}: holds integers of unknown scale (signed, of 32 bits, or of a format that states none), "
@@ -169,12 +170,6 @@ _BITS, _PHOTOMETRIC = 258, 262
 """Tags of a TIFF: bits of a value, and what its values mean."""
 
 
-def _is_scaled(image: Image.Image) -> bool:
-    """Whether the values of an opened image have a known scale."""
-    unsigned = image.mode != "I" and image.format == "TIFF"
-    return not image.mode.startswith("I") or unsigned or image.format in _SCALED
-
-
 def grey_words(image: Image.Image) -> NDArray[np.uint16]:
     """[H, W]: the levels of an opened image of more than 8 bits in one channel, upright, 65535 = white."""
     levels = np.asarray(ImageOps.exif_transpose(image)).clip(0, 65535).astype(np.uint16)
@@ -191,14 +186,6 @@ def raw_mode(image: Image.Image) -> str:
     tiles: Any = getattr(image, "tile", None)
     layout = tiles[0][3] if tiles else ""
     return str(layout[0] if isinstance(layout, tuple) and layout else layout)
-
-
-def _scale_key(image: Image.Image) -> None:
-    """Scale the transparent grey of a PNG of 2 or 4 bits as Pillow scales its levels."""
-    most = {"L;2": 3, "L;4": 15}.get(raw_mode(image))
-    key = image.info.get("transparency")
-    if most is not None and isinstance(key, int):
-        image.info["transparency"] = key * 255 // most
 
 
 _STRAIGHT = {"La": "LA", "RGBa": "RGBA"}

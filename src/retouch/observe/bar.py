@@ -219,7 +219,7 @@ class TrainingBar:
         self._over: float | None = None
         columns = 80 if console is None else console.width
         name, width = config.name if columns >= 80 else "", max(8, min(40, columns - 62))
-        self._bar = _Lines(self._inside, self._line, width, console=console, transient=True, disable=not self.shown)
+        self._bar = _BarLines(self._inside, self._line, width, console=console, transient=True, disable=not self.shown)
         texts = (lambda: name, self._now, self.time_left)
         self._task = self._bar.add_task("", total=config.training.max_steps, completed=step, texts=texts)
 
@@ -276,7 +276,7 @@ class TrainingBar:
         return " · ".join(parts)
 
 
-class _Lines(Progress):
+class _BarLines(Progress):
     """The bar of the run, below it that of its epoch, and a line of text."""
 
     def __init__(

@@ -23,7 +23,7 @@ from retouch.files.disk import write_whole
 from retouch.observe.charts import charts_of, is_number, measures_of
 from retouch.observe.gallery import Gallery, Stored, gallery, image_inside, stored_of
 from retouch.observe.measures import SECTIONS
-from retouch.observe.page import Block, Markup, Page, Table, document, part, table
+from retouch.observe.page import Block, Markup, Page, PageTable, document, part, table
 from retouch.observe.report import (
     Record,
     Verdict,
@@ -333,7 +333,7 @@ def _runs(groups: Sequence[Group]) -> Markup:
     ]
     several = any(len(group.runs) > 1 for group in groups)
     note = "A line of several seeds is their mean; its band reaches from the lowest to the highest." if several else ""
-    return part("section", "Runs", note, table(Table("runs", ["line", "run", "what it is"], lines, text=True)))
+    return part("section", "Runs", note, table(PageTable("runs", ["line", "run", "what it is"], lines, text=True)))
 
 
 def _over_seeds(groups: Sequence[Group], columns: Mapping[str, Column]) -> Markup:
@@ -354,7 +354,7 @@ def _over_seeds(groups: Sequence[Group], columns: Mapping[str, Column]) -> Marku
     note = "Mean over the seeds of a line [lowest, highest seed], of their last evaluations"
     note += f", of step {', '.join(map(str, dict.fromkeys(ends)))}." if any(ends) else "."
     note += f" Left out, whose last evaluation is of an earlier step: {', '.join(early)}." if early else ""
-    return part("section", "Evaluation over seeds", note, table(Table("over-seeds", head, lines)))
+    return part("section", "Evaluation over seeds", note, table(PageTable("over-seeds", head, lines)))
 
 
 def _early(evaluation: Record, end: int) -> bool:
@@ -444,7 +444,7 @@ def _differences(runs: Sequence[RunRecord]) -> Markup:
     if not keys:
         return part("section", "Run files", "", part("line", "They are the same."))
     lines = [[key, *(_at(config, key) for config in configs)] for key in keys]
-    shown = table(Table("run-files", ["", *(run.name for run in runs)], lines))
+    shown = table(PageTable("run-files", ["", *(run.name for run in runs)], lines))
     return part("section", "Run files: keys that differ", "", shown)
 
 

@@ -23,7 +23,7 @@ from retouch.observe.cost import COUNTED
 from retouch.observe.gallery import gallery, image_inside, shown_file, stored_of
 from retouch.observe.kept import steps_kept
 from retouch.observe.measures import DRIFT, SECTIONS, judged
-from retouch.observe.page import Block, Markup, Page, Table, document, part, table
+from retouch.observe.page import Block, Markup, Page, PageTable, document, part, table
 from retouch.observe.run_dir import (
     MOST_TEXT,
     read_config,
@@ -269,7 +269,7 @@ def _transfer_table(found: Transfer) -> Markup:
     lines = [[f"{found.trained} (trained)", shown_interval(found.gain), "–"]]
     lines += [[name, shown_interval(found.gains[name]), shown_interval(s, ".2f")] for name, s in found.shares.items()]
     lines.append(["hacking index", shown_interval(found.index), "–"])
-    return table(Table(f"transfer-of-{found.trained}", ["reader", "gain of NED [95 %]", "transfer [95 %]"], lines))
+    return table(PageTable(f"transfer-of-{found.trained}", ["reader", "gain of NED [95 %]", "transfer [95 %]"], lines))
 
 
 def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change], note: str) -> Markup:
@@ -279,7 +279,7 @@ def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change
         for m in measures_of(list(columns.values()))
     ]
     head = ["", *columns, *(f"{title} [95 %]" for title in changes)]
-    return part("section", "Evaluation", f"Fixed seeds, plain ODE; {note}", table(Table("evaluation", head, lines)))
+    return part("section", "Evaluation", f"Fixed seeds, plain ODE; {note}", table(PageTable("evaluation", head, lines)))
 
 
 def rows_of(run: Path, evaluation: Mapping[str, Any]) -> list[Record]:
@@ -317,7 +317,7 @@ def _readings(rows: dict[str, list[Record]]) -> Markup:
     keys = [key for key, r in next(reversed(read.values()), {}).items() if "read" in r]
     found = [[of.get(key, {}) for of in read.values()] for key in keys]
     lines = [[of[-1].get("text"), *(r.get("read", "–") for r in of)] for of in found]
-    shown = table(Table("readings", ["target text", *read], lines, text=True))
+    shown = table(PageTable("readings", ["target text", *read], lines, text=True))
     return part("folded", f"Texts that OCR read in {len(keys)} images", "", shown)
 
 
@@ -354,7 +354,7 @@ def _time_split(timed: Sequence[Record]) -> Markup:
         if seconds > 0:
             rows.append((part("square", colour, name), f"{seconds:.1f}", f"{100 * seconds / whole:.1f} %"))
     rows.append(("all", f"{sum(totals.values()):.1f}", f"of {whole:.1f} s of steps and evaluations"))
-    shown = Markup(part("bar", bars) + table(Table("time", ["", "seconds", ""], rows)))
+    shown = Markup(part("bar", bars) + table(PageTable("time", ["", "seconds", ""], rows)))
     return part("folded", "Where the time went", "", shown)
 
 
@@ -383,7 +383,7 @@ def _costs(train: Sequence[Record], timed: Sequence[Record]) -> Markup:
         "TFLOP/s": mean("tflops"),
         "share of peak FLOP/s": mean("mfu"),
     }
-    shown = table(Table("compute", ["", "value"], [(n, f"{v:,.4g}") for n, v in rows.items() if v]))
+    shown = table(PageTable("compute", ["", "value"], [(n, f"{v:,.4g}") for n, v in rows.items() if v]))
     return part("folded", "Compute", "", shown)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from retouch.files import plain_json
 
@@ -20,12 +19,6 @@ MOST_CHARACTERS = 1000
 
 MOST_BYTES = 4 << 20
 """Maximum length of a reply of a judge or a detector."""
-
-MOST_TEXT, MOST_KEY = 10_000, 100
-"""Maximum lengths of a text and of a key of a detail."""
-
-MOST_KEYS, MOST_VALUES = 200, 10_000
-"""Maximum number of keys of a detail, and of values in it at any depth."""
 
 CUT = " ..."
 """End of a text that was cut."""
@@ -69,49 +62,6 @@ def one_line(text: str, secret: str | None = None, most: int = MOST_CHARACTERS) 
     plain = "".join(c if c.isprintable() else " " for c in text[:_READ])
     plain = plain.replace(secret, "***") if secret else plain
     return plain if len(plain) <= most else plain[: max(0, most - len(CUT))] + CUT
-
-
-def plain_detail(detail: Mapping[str, Any], secret: str | None = None) -> dict[str, Any]:
-    """The detail of a score for files, tables and a terminal: texts of at most `MOST_TEXT` characters, in which spaces
-    replace control characters other than line breaks and tabs, without the secret.
-
-    Raises:
-        ValueError: more than `MOST_KEYS` keys, each of which is a column of an evaluation, or `MOST_VALUES` values.
-    """
-    if len(detail) > MOST_KEYS:
-        raise ValueError(f"a detail of {len(detail)} keys, over the limit of {MOST_KEYS}")
-    try:
-        return _Plain(secret).value(dict(detail))
-    except RecursionError:
-        raise ValueError("a detail that is nested too deep") from None
-
-
-class _Plain:
-    """Copies JSON values with plain texts, `MOST_VALUES` of them."""
-
-    def __init__(self, secret: str | None) -> None:
-        self._secret = secret
-        self._left = MOST_VALUES
-
-    def value(self, given: Any) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise ValueError(f"a detail of more than {MOST_VALUES} values")
-        if isinstance(given, dict):
-            pairs = cast("dict[str, Any]", given).items()
-            return {_plain_text(key, self._secret, MOST_KEY): self.value(one) for key, one in pairs}
-        if isinstance(given, list):
-            return [self.value(one) for one in cast("list[Any]", given)]
-        return _plain_text(given, self._secret, MOST_TEXT) if isinstance(given, str) else given
-
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def _plain_text(text: str, secret: str | None, most: int) -> str:
-    text = text.replace(secret, "***") if secret else text
-    text = _CONTROL.sub(" ", text)
-    return text if len(text) <= most else text[:most] + CUT
 
 
 CONNECT_S = 5.0

@@ -20,7 +20,7 @@ from retouch.imaging.reading import open_image, to_rgb
 from retouch.rewards.addresses import reward_token
 from retouch.rewards.client.client import RewardClient, percentile
 from retouch.rewards.client.endpoints import resolve_urls
-from retouch.rewards.client.servers import Status, readiness
+from retouch.rewards.client.servers import ServerStatus, readiness
 from retouch.rewards.devices import numbered, require
 from retouch.rewards.protocol import CheckedScorer, RewardItem
 from retouch.rewards.scorers import make_scorer
@@ -124,12 +124,12 @@ def _unusable(urls: Sequence[str]) -> list[str]:
     return [f"{url}: {told.problem}{failed * (told.status == 'failed')}" for url, told in asked.items()]
 
 
-def _asked(url: str) -> Status:
+def _asked(url: str) -> ServerStatus:
     """The status of a server, with the problem of one that does not reply."""
     try:
         return readiness(url, _ANSWER_S)
     except (httpx.RequestError, TimeoutError) as error:
-        return Status("unknown", f"{type(error).__name__} {error}".strip())
+        return ServerStatus("unknown", f"{type(error).__name__} {error}".strip())
 
 
 def probe(ask: Ask, item: RewardItem, repeats: int, batch: int) -> dict[str, Any]:
@@ -149,6 +149,8 @@ def probe(ask: Ask, item: RewardItem, repeats: int, batch: int) -> dict[str, Any
         started = time.monotonic()
         alone += ask([item])
         seconds.append(time.monotonic() - started)
+    # Equal images would share a reply, or a cache of the scorer. Variants of one image are scored alone first, so that
+    # the batch differs from them by batching alone.
     variants = [
         replace(item, id=i, image=np.ascontiguousarray(np.roll(item.image, i, axis=1))) for i in range(max(1, batch))
     ]

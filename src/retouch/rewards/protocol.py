@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retouch.errors import code_place, is_device_full, shown
-from retouch.files import plain_json
 from retouch.imaging.lines import TextLine, parse_lines
-from retouch.rewards.foreign import MOST_CHARACTERS, one_line, plain_detail
+from retouch.rewards.foreign import CUT, MOST_CHARACTERS, one_line
 from retouch.rewards.quotes import quoted_text, quoted_texts
 from retouch.types import Failure, Outcome, Score
 
@@ -261,15 +261,17 @@ class CheckedScorer:
         self.calls += 1
         try:
             answer: object = self.scorer.score(items)
-            raw = _listed(answer)
+            raw = list(cast("Iterable[object]", answer)) if isinstance(answer, Iterable) else None
         except Exception as error:  # a scorer is foreign code: any error is a typed failure of its items
             if len(parts) == 1:
                 self.raised += len(items)
                 return [raised(name, error)] * len(items)
             half = len(parts) // 2
-            if _out_of_memory(error):
+            if isinstance(error, MemoryError) or is_device_full(error):
                 self.largest = min(half, self.largest or half)
-                _free_memory()
+                torch = sys.modules.get("torch")
+                if torch is not None and torch.cuda.is_available():
+                    torch.cuda.empty_cache()
             return self._attempt(parts[:half]) + self._attempt(parts[half:])
         if raw is None or len(raw) != len(items):
             given = shown(answer) if raw is None else f"{len(raw)} outcomes"
@@ -283,21 +285,6 @@ def raised(name: str, error: Exception) -> Failure:
     place = one_line(code_place(error), most=300)
     told = one_line(f"{name} raised {type(error).__name__}: {error}", most=MOST_CHARACTERS - len(place))
     return Failure("scorer_error", told + place)
-
-
-def _listed(answer: object) -> list[object] | None:
-    """The outcomes of a call of a scorer; None if it returned no list or other iterable."""
-    return list(cast("Iterable[object]", answer)) if isinstance(answer, Iterable) else None
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or is_device_full(error)
-
-
-def _free_memory() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 _SLACK = 1e-6
@@ -328,6 +315,55 @@ def _sound(outcome: object, spec: ScorerSpec) -> Outcome:
         return Failure("scorer_error", f"{name} returned {value:g}, outside its range of {low:g} to {high:g}")
     try:
         # through JSON: the caller gets the same from local and remote scorers, and a bad detail fails its item alone
-        return Score(value, plain_detail(plain_json.loads(_json(outcome.detail), finite=True)))
+        return Score(value, plain_detail(json.loads(_json(outcome.detail))))
     except (TypeError, ValueError, RecursionError) as error:
         return Failure("scorer_error", f"{name} returned a detail that is not JSON, or too long: {error}")
+
+
+MOST_TEXT, MOST_KEY = 10_000, 100
+"""Maximum lengths of a text and of a key of a detail."""
+
+MOST_KEYS, MOST_VALUES = 200, 10_000
+"""Maximum number of keys of a detail, and of values in it at any depth."""
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def plain_detail(detail: Mapping[str, Any], secret: str | None = None) -> dict[str, Any]:
+    """The detail of a score, JSON values, for files, tables and a terminal: texts of at most `MOST_TEXT` characters, in
+    which spaces replace control characters other than line breaks and tabs, without the secret.
+
+    Raises:
+        ValueError: more than `MOST_KEYS` keys, each of which is a column of an evaluation, or `MOST_VALUES` values; or
+            an integer beyond the floats.
+    """
+    if len(detail) > MOST_KEYS:
+        raise ValueError(f"a detail of {len(detail)} keys, over the limit of {MOST_KEYS}")
+    left = MOST_VALUES
+
+    def plain(given: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"a detail of more than {MOST_VALUES} values")
+        if isinstance(given, dict):
+            pairs = cast("dict[str, Any]", given).items()
+            return {_plain_text(key, secret, MOST_KEY): plain(one) for key, one in pairs}
+        if isinstance(given, list):
+            return [plain(one) for one in cast("list[Any]", given)]
+        if isinstance(given, int):
+            float(given)  # OverflowError: no reader of JSON could hold it
+        return _plain_text(given, secret, MOST_TEXT) if isinstance(given, str) else given
+
+    try:
+        return plain(dict(detail))
+    except RecursionError:
+        raise ValueError("a detail that is nested too deep") from None
+    except OverflowError:
+        raise ValueError("a detail with a number beyond the floats") from None
+
+
+def _plain_text(text: str, secret: str | None, most: int) -> str:
+    text = text.replace(secret, "***") if secret else text
+    text = _CONTROL.sub(" ", text)
+    return text if len(text) <= most else text[:most] + CUT

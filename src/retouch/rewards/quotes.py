@@ -150,6 +150,8 @@ def _paired(prompt: str) -> tuple[list[_Span], list[int]]:
         mark, place = found[0], found.start()
         if _ABBREVIATION.match(prompt, place):
             continue
+        # The same straight mark may open and close. It closes the newest pair that it can close, unless it can also
+        # open another one within that pair; a mark that can do neither and follows no digit (24") stands alone.
         first = max((stacks[opener][-1] for opener in _OPENERS.get(mark, ()) if stacks[opener]), default=-1)
         opens = mark in _CLOSERS and _may_open(prompt, place)
         if first >= 0 and not (opens and _opens_another(prompt, first, place)):

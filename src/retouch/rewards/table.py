@@ -12,28 +12,27 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, RewardOutage, shown
 from retouch.process.machine import this_machine
+from retouch.process.process_wide import loading
 from retouch.rewards.addresses import reward_token
+from retouch.rewards.base import RewardEntry, problem_of
 from retouch.rewards.client.cache import ScoreCache
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.client.endpoints import resolve_urls
 from retouch.rewards.devices import CPU, Devices, devices_of, instances, serve_argument
 from retouch.rewards.golden import disagreements, golden_items
-from retouch.rewards.local import LocalRewards
-from retouch.rewards.protocol import RewardBackend, RewardItem, Scorer
+from retouch.rewards.protocol import CheckedScorer, RewardBackend, RewardItem, Scorer, ScorerSpec
 from retouch.rewards.scorers.judge_budget import Budget, share_budgets
 from retouch.rewards.server.launch import LocalServer
 from retouch.rewards.views import View, viewed
-from retouch.types import Failure, Outcome, Score, Scores
+from retouch.types import Gate, Outcome, Place, Score, Scores
 
 if TYPE_CHECKING:
-    from retouch.rewards.base import RewardEntry
     from retouch.rewards.client.config import RewardClientConfig
 
 logger = logging.getLogger(__name__)
@@ -43,59 +42,11 @@ AUTO_SERVER = ("auto",)
 
 _ASK_S = 1.0
 
+_PATIENCE_S = 60.0
+"""Seconds between two lines of the log about scorers that are still loading."""
+
 Gather = Callable[[Sequence[Any]], list[Any]]
 """Gathers the objects of every process into one list; every process must call it."""
-
-
-@dataclass(frozen=True)
-class Gate:
-    """A gate: the value of one reward scales or blocks another.
-
-    Attributes:
-        reward: name of the reward whose value opens the gate.
-        threshold: the gate is open from this value on and closed below it; None opens it by the value, clamped to
-            [0, 1].
-        floor: the gated value if the gate is closed.
-    """
-
-    reward: str
-    threshold: float | None = None
-    floor: float = 0.0
-
-    def opening(self, value: float) -> float:
-        """Opening of the gate in [0, 1]."""
-        if self.threshold is None:
-            return min(1.0, max(0.0, value))
-        return 1.0 if value >= self.threshold else 0.0
-
-    def apply(self, outcome: Outcome, by: Outcome) -> Outcome:
-        """floor + opening * (value - floor), and never more than the value.
-
-        A failure of either is a failure: an OCR error does not mean that the text is illegible.
-        """
-        if isinstance(outcome, Failure):
-            return outcome
-        if isinstance(by, Failure):
-            return Failure(by.code, f"its gate {self.reward} failed: {by.message}", by.retryable)
-        opening = self.opening(by.value)
-        held = self.floor + opening * (outcome.value - self.floor)
-        return Score(min(outcome.value, held), {**outcome.detail, "ungated": outcome.value, "gate": opening})
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where entries are scored together, on one view of the images.
-
-    Attributes:
-        where: addresses, OWN_PROCESS or AUTO_SERVER.
-        kind: "counts", "logged" (weight 0) or "gold".
-        devices: of this process or of the server of `url: auto`; () for other servers.
-    """
-
-    where: tuple[str, ...]
-    view: View
-    kind: str
-    devices: Devices = ()
 
 
 class RewardTable:
@@ -208,6 +159,8 @@ class RewardTable:
     def probe(self) -> dict[str, dict[str, list[float | None]]]:
         """Score the golden images now, bypassing the cache -> reward -> where -> values, None for a failure. The first
         values of a run stay in `golden`. Rewards of weight 0 that are not in after `logged_wait_s` are left out."""
+        # A server answers for each of its addresses, which may hold different models, and this process for itself. The
+        # first complete values of a run are what later probes, also after a resume, are compared with.
         items = golden_items()
         found: dict[str, dict[str, list[float | None]]] = {name: {} for name in self.entries}
         for place, backend in self._backends.items():
@@ -266,6 +219,8 @@ class RewardTable:
             for name, place in self._places.items()
             if (place.kind != "gold" if training else name in self.evaluated)
         }
+        # One view of the images for all rewards that share it, and one request for all rewards of a place. Broken
+        # images are left out here, and get their failures in `Scores.result`.
         views = {View(): [item for i, item in enumerate(items) if i not in broken]}
         for view in {place.view for place in places.values()} - {View()}:
             views[view] = [viewed(item, view) for item in views[View()]]
@@ -368,6 +323,60 @@ class RewardTable:
         }
         apart = apart if devices == CPU else f"-gpu-{serve_argument(one_each).replace(',', '-')}{apart}"
         return LocalServer(options, self.log_dir / f"reward-server{apart}.log", one_each, self._spending)
+
+
+class LocalRewards:
+    """Scorers in one worker thread: the rollout continues while they score."""
+
+    def __init__(self, scorers: Mapping[str, Scorer], device: str = "cpu") -> None:
+        self.scorers = dict(scorers)
+        self.device = device
+        self._checked = {name: CheckedScorer(scorer) for name, scorer in scorers.items()}
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
+        self._loading = self._worker.submit(self._load)
+
+    def submit(self, items: Sequence[RewardItem]) -> Future[dict[str, list[Outcome]]]:
+        """Queue the items -> future of name -> one outcome per item."""
+        return self._worker.submit(self._score, list(items))
+
+    def wait_ready(self, timeout_s: float, every_server: bool = True) -> list[str]:
+        """Wait for loading -> problems.
+
+        Raises:
+            Exception: the error of a scorer that failed to load.
+        """
+        try:
+            self._loading.result(timeout_s)
+        except TimeoutError:
+            if self._loading.done():  # just in time, or the scorer itself raised TimeoutError
+                self._loading.result()
+                return []
+            return [f"{', '.join(self.scorers)}: still loading after {timeout_s:.0f} s"]
+        return []
+
+    def settle(self) -> None:
+        """Wait until loading has succeeded or failed."""
+        while wait([self._loading], _PATIENCE_S).not_done:
+            logger.info("%s: still loading", ", ".join(self.scorers))
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _load(self) -> None:
+        for name, scorer in self.scorers.items():
+            if not isinstance(getattr(scorer, "spec", None), ScorerSpec):
+                raise ConfigError(
+                    f"rewards.{name}: make of its entry returned {shown(scorer)}, which has no spec; return the "
+                    "scorer, a subclass of PackageScorer"
+                )
+            try:
+                with loading():
+                    scorer.load(self.device)
+            except (ConfigError, RewardOutage) as error:
+                raise type(error)(problem_of(name, scorer, error)) from None
+
+    def _score(self, items: list[RewardItem]) -> dict[str, list[Outcome]]:
+        return {name: checked.score(items) for name, checked in self._checked.items()}
 
 
 def of_all(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class EncodedData:
     def _rows(self, positions: Sequence[int], uncaptioned: Sequence[bool] | None) -> list[Condition]:
         keys = list(zip(positions, uncaptioned or [False] * len(positions), strict=True))
         with self.model.encoding():
-            return self._conditions.get_all(keys, lambda missing: starmap(self._encode, [keys[i] for i in missing]))
+            return self._conditions.get_all(keys, partial(starmap, self._encode))
 
     def _read(self, position: int) -> Example:
         ahead = self._ahead.pop(position, None)

@@ -112,7 +112,10 @@ class StepPlan:
         x = torch.zeros(len(span), 1, dtype=torch.float32)
         found: Any = self.mean_std(x, x, level[span.start : span.stop], level[span.start + 1 : span.stop + 1])
         where = self.rule.step if self.rule else "the step rule"
-        shapes = [_form(part) for part in cast("tuple[object, ...]", found)] if isinstance(found, tuple) else None
+        shapes: list[object] | None = None  # of a tensor its shape, of anything else its type
+        if isinstance(found, tuple):
+            parts = cast("tuple[object, ...]", found)
+            shapes = [tuple(p.shape) if isinstance(p, Tensor) else type(p).__name__ for p in parts]
         if shapes is None or len(shapes) != 2 or shapes[0] != (len(span), 1) or shapes[1] not in ((), (len(span),)):
             given = "a single value" if shapes is None else f"shapes {', '.join(map(str, shapes))}"
             raise ConfigError(
@@ -127,11 +130,6 @@ class StepPlan:
                     f"{level[span.start : span.stop + 1].tolist()}; correct the function"
                 )
         return found[1].expand(len(span))
-
-
-def _form(part: object) -> tuple[int, ...] | str:
-    """Shape of a tensor; the type of anything else."""
-    return tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
 
 
 def ode_plan(schedule: Schedule, solver: Solver = "first_order", recorded: int = 0) -> StepPlan:
@@ -214,14 +212,8 @@ def deterministic(
     return ode_step(plan.schedule.prediction, x, prediction, level, level_next), None
 
 
-def step_levels(plan: StepPlan, step: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Times, noise levels and next noise levels [B] of steps [B]."""
-    times, levels = plan.placed(device)
-    return times[step], levels[step], levels[step + 1]
-
-
 def _predict(
     model: DiffusionModel, network: nn.Module, plan: StepPlan, x: Tensor, step: Tensor, condition: Condition
 ) -> tuple[Tensor, Tensor, Tensor]:
-    now, level, level_next = step_levels(plan, step, x.device)
-    return model.predict(network, x, now, condition), level, level_next
+    times, levels = plan.placed(x.device)
+    return model.predict(network, x, times[step], condition), levels[step], levels[step + 1]

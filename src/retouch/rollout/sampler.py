@@ -47,12 +47,19 @@ def sample(
     batch = len(condition)
     if len(seeds) != batch:
         raise ValueError(f"{len(seeds)} seeds for {batch} rows")
-    with fitting(f"while sampling {batch} images at once", _remedies(batch)):
+    remedy = (
+        f"rollout.batch_size_per_device={batch // 2}"
+        if batch > 1
+        else "model.dtype=bf16, model.offload_vae=true, model.offload_text_encoders=true, or a smaller data.resolution"
+    )
+    with fitting(f"while sampling {batch} images at once", remedy):
         device = next(iter(condition.tensors.values())).device
         shape = latent_shape(model, condition.size)
         x, generators = noise_for(shape, seeds, noise_seeds)
         x = x.to(device)
-        fresh = noise_of_steps(shape, generators, sum(map(plan.is_stochastic, range(plan.num_steps)))).to(device)
+        # all noise [S, B, C, h, w] of the S stochastic steps before the first: the CPU would wait for a copy in each
+        rows = [latent_noise(shape, g) for _ in range(plan.stochastic) for g in generators]
+        fresh = torch.stack(rows or [x.new_zeros(0)]).reshape(plan.stochastic, batch, *shape).to(device)
         states: list[Tensor] = []
         means: list[Tensor] = []
         log_probs: list[Tensor] = []
@@ -82,12 +89,6 @@ def sample(
             log_probs=torch.stack(log_probs, 1) if log_probs else x.new_zeros(batch, 0),
             means=torch.stack(means, 1) if means else None,
         )
-
-
-def _remedies(batch: int) -> str:
-    if batch > 1:
-        return f"rollout.batch_size_per_device={batch // 2}"
-    return "model.dtype=bf16, model.offload_vae=true, model.offload_text_encoders=true, or a smaller data.resolution"
 
 
 def _steps_before_window(
@@ -122,12 +123,6 @@ def noise_for(
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     first = generators if noise_seeds is None else [torch.Generator().manual_seed(seed) for seed in noise_seeds]
     return torch.stack([latent_noise(shape, g) for g in first]), generators
-
-
-def noise_of_steps(shape: Sequence[int], generators: Sequence[torch.Generator], steps: int) -> Tensor:
-    """Noise [S, B, *shape] fp32 of S stochastic steps, sampled before them: the CPU would wait for a copy in each."""
-    rows = [latent_noise(shape, g) for _ in range(steps) for g in generators]
-    return torch.stack(rows or [torch.zeros(0, dtype=torch.float32)]).reshape(steps, len(generators), *shape)
 
 
 def latent_noise(shape: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -97,7 +97,7 @@ def answer(thing: str, random: Random) -> str:
 
 
 @dataclass
-class Shapes:
+class EncodedShapes:
     """Every shape in every colour.
 
     Attributes:
@@ -154,7 +154,7 @@ def train_vae(vae: Any, masks: Sequence[Image.Image], s: EditingSchedule, seed: 
 
 
 @torch.no_grad()
-def encode_shapes(pipeline: Any, masks: list[Image.Image]) -> Shapes:
+def encode_shapes(pipeline: Any, masks: list[Image.Image]) -> EncodedShapes:
     """Latents and vision tokens of every shape in every colour."""
     family = family_class("qwen_image_edit").from_pipeline(pipeline)
     latents, seen = [], []
@@ -164,7 +164,7 @@ def encode_shapes(pipeline: Any, masks: list[Image.Image]) -> Shapes:
         inputs = pipeline.processor.image_processor(images=page, return_tensors="pt")
         found = pipeline.text_encoder.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
         seen.append(torch.stack(list(found.pooler_output)))
-    return Shapes(masks, torch.stack(latents), torch.stack(seen))
+    return EncodedShapes(masks, torch.stack(latents), torch.stack(seen))
 
 
 class Speaker:
@@ -223,7 +223,7 @@ def word_loss(model: Any, states: Tensor, ids: Tensor, lengths: Tensor, completi
     return torch.stack(losses).mean()
 
 
-def train_language(pipeline: Any, shapes: Shapes, s: EditingSchedule, seed: int) -> None:
+def train_language(pipeline: Any, shapes: EncodedShapes, s: EditingSchedule, seed: int) -> None:
     """Which words answer which instruction."""
     speaker, model = Speaker(pipeline), pipeline.text_encoder
     random = Random(derive_seed(seed, "language"))
@@ -238,7 +238,7 @@ def train_language(pipeline: Any, shapes: Shapes, s: EditingSchedule, seed: int)
         updates.apply(word_loss(model, states, ids, lengths, answers))
 
 
-def train_denoiser(pipeline: Any, shapes: Shapes, s: EditingSchedule, seed: int) -> None:
+def train_denoiser(pipeline: Any, shapes: EncodedShapes, s: EditingSchedule, seed: int) -> None:
     """Images in the colour of the completion; the language model goes on learning its answers."""
     speaker, model = Speaker(pipeline), pipeline.text_encoder
     family = family_class("qwen_image_edit").from_pipeline(pipeline)

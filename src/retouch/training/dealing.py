@@ -33,16 +33,18 @@ def evenly_dealt(engine: Engine, experience: Rows, counts: Tensor, steps: int = 
         members = _members(engine.gather(experience.seed).cpu(), live, steps)
     shares = [rows_by_rank(member.tolist(), engine.world_size) for member in members]
     sizes = [max(map(len, share)) for share in shares]
-    mine = [row for share, size in zip(shares, sizes, strict=True) for row in _filled(share[engine.rank], size)]
+    mine: list[int | None] = []  # None for rows that are missing
+    for share, size in zip(shares, sizes, strict=True):
+        mine += [*share[engine.rank], *[None] * (size - len(share[engine.rank]))]
     moved = [row for share in shares for rank, rows in enumerate(share) for row in rows if row // n != rank]
     place = {row: row - engine.rank * n for row in mine if row is not None and row // n == engine.rank}
     place |= {row: n + number for number, row in enumerate(moved) if row // n != engine.rank}
     index = torch.tensor([0 if row is None else place[row] for row in mine], dtype=torch.int64)
 
-    def balanced(t: Tensor) -> Tensor:
-        return (torch.cat([t, rows_of_all(engine, t, moved)]) if moved else t)[index]
-
-    result = type(experience)(**{name: balanced(t) if len(t) else t for name, t in vars(experience).items()})
+    tensors = {name: t for name, t in vars(experience).items() if len(t)}
+    if moved:
+        tensors = {name: torch.cat([t, rows_of_all(engine, t, moved)]) for name, t in tensors.items()}
+    result = type(experience)(**vars(experience) | {name: t[index] for name, t in tensors.items()})
     result.counts_in_loss[torch.tensor([row is None for row in mine], dtype=torch.bool)] = 0
     if steps > 1:
         counts = torch.tensor(sizes, dtype=torch.int64)
@@ -56,11 +58,6 @@ def _members(seeds: Tensor, live: Tensor, steps: int) -> list[Tensor]:
     for member, batch in zip(members, shared_batches(seeds[rows], steps), strict=True):
         member[rows[batch]] = True
     return members
-
-
-def _filled(rows: Sequence[int], size: int) -> list[int | None]:
-    """`size` rows, None for those that are missing."""
-    return [*rows, *[None] * (size - len(rows))]
 
 
 def rows_by_rank(live: Sequence[bool], world_size: int) -> list[list[int]]:

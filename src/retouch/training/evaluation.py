@@ -191,6 +191,8 @@ def draw_and_score(
         seeds = [derive_seed("eval", example.id, k) for example, k in chunk]
         with clock.part("rollout"):
             final = sample(model, network, plan, condition, seeds).final
+        # Padding is last in the work and in each batch, and only takes a forward, which sharded weights need on every
+        # process. It is neither decoded nor scored.
         kept = sum(row < real for row in rows)
         places += rows[:kept]
         if not kept:
@@ -246,6 +248,8 @@ def evaluation_grid(examples: Sequence[Example], columns: dict[str, Evaluation],
     """Rows of examples: the masked input, then the image of each evaluation with the text that was read in it. The
     examples are those of the last one that each with images has one of, or that it has; another without an image of
     one of them is left out."""
+    # Evaluations keep images of their first examples only, and a resumed run may have kept fewer or others. Rows
+    # without a cell in every column would shift the columns against each other.
     *_, last = columns.values()
     images = {name: found for name, one in columns.items() if (found := _cells(one))}
     ids = [row["example"] for row in last.rows if row["index"] == 0][:count]

@@ -3,11 +3,11 @@
 Read from top to bottom. `collect` is all of it for GRPO, PPO and NFT; DPO and reward gradients take the samples and
 their rewards from `rewarded_samples`.
 
-    choose      `first_examples_of_epoch`, and `further_examples` for groups without a signal
+    choose      `curriculum_examples`, and `further_examples` for groups without a signal
     sample      `sample_groups`, `roll_out`: K images of each example
     submit      in `roll_out`: rewards are computed while the next batch is sampled
-    settle      `await_rewards`, `settle_together`: until all are in, on all processes
-    gather      `gathered`: the rewards of all processes, unless too many failed
+    settle      `await_rewards`, then `settle` in `sample_and_score`: until all are in, on all processes
+    gather      `gathered_or_refused`: the rewards of all processes, unless too many failed
     advantages  `advantages_of`
     balance     `dealing.evenly_dealt`: as many rows on every process
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
@@ -162,9 +162,11 @@ def rewarded_samples(
         Stopped: asked to stop between batches, or while rewards are computed.
     """
     session.recorder.probe_rewards()
-    chosen = first_examples_of_epoch(session)
+    run, data = session.run, session.run.data
+    curriculum = run.config.seed, session.progress.epoch, run.derived.epochs, data.stages
+    chosen = curriculum_examples(data.difficulties, run.derived.global_groups_per_epoch, *curriculum, data.shapes)
     slots, experience, scores = sample_and_score(session, algorithm, chosen, policy)
-    tally, rewards = gathered_or_refused(session.run, slots, scores)
+    tally, rewards = gathered_or_refused(run, slots, scores)
     for round_number in range(algorithm.resample_rounds):
         if not (further := further_examples(session, algorithm, rewards, chosen, round_number)):
             break
@@ -172,19 +174,12 @@ def rewarded_samples(
         new_slots, new_experience, new_scores = sample_and_score(session, algorithm, further, policy)
         slots, scores = slots + new_slots, scores + new_scores
         experience = joined([experience, new_experience])
-        tally, rewards = gathered_or_refused(session.run, slots, scores)
+        tally, rewards = gathered_or_refused(run, slots, scores)
     log_rollouts(session, algorithm, scores, rewards, tally)
     return experience, scores, rewards
 
 
 # --- choose ---
-
-
-def first_examples_of_epoch(session: Session) -> list[int]:
-    """Positions in the dataset of the examples that an epoch begins with."""
-    run, epoch = session.run, session.progress.epoch
-    wanted, curriculum = run.derived.global_groups_per_epoch, (run.derived.epochs, run.data.stages)
-    return curriculum_examples(run.data.difficulties, wanted, run.config.seed, epoch, *curriculum, run.data.shapes)
 
 
 def further_examples(
@@ -215,7 +210,14 @@ def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[i
     """
     slots, experience, pending = sample_groups(session, algorithm, examples, policy)
     await_rewards(session, pending)
-    return slots, experience, settle_together(session, pending)
+    run, scores, outage = session.run, list[Scores](), None
+    with run.clock.part("reward_wait"):
+        try:
+            scores = settle(run.rewards, pending, run.config.reward_client, stop_heard=lambda: session.stops.heard)
+        except RewardOutage as error:
+            outage = error
+    raise_together(outage, run.engine.any)
+    return slots, experience, scores
 
 
 def sample_groups(session: Session, algorithm: RlConfig, examples: Sequence[int], policy: str | None) -> Samples:
@@ -268,32 +270,29 @@ def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], numbe
     scored = len(slots) - sum(slot.padding for slot in slots)  # padding is last
     items = items_of(examples, images, [e.id for e in examples])[:scored]
     scores = run.rewards.submit(items, broken=[row for row in broken if row < scored])
-    return recorded_rows(slots, seeds, on_the_cpu(trajectory, broken)), scores
+    return recorded_rows(slots, seeds, trajectory, broken), scores
 
 
-def on_the_cpu(trajectory: Trajectory, broken: Sequence[int]) -> Trajectory:
-    """A trajectory until its epoch is trained on: on the CPU, where everything reads it, and zeros in place of rows
-    with NaN and Inf: they do not count, but NaN times 0 is NaN in a backward."""
+def recorded_rows(
+    slots: Sequence[Slot], seeds: Sequence[int], trajectory: Trajectory, broken: Sequence[int]
+) -> Experience:
+    """The records of some samples until their epoch is trained on: on the CPU, where everything reads them, without
+    advantages yet; none counts in the loss. Rows with NaN and Inf are zeros: NaN times 0 is NaN in a backward."""
     tensors = {name: t.cpu() for name, t in vars(trajectory).items() if isinstance(t, Tensor) and name != "times"}
     if broken:
         tensors = {name: t.clone() for name, t in tensors.items()}
         for tensor in tensors.values():
             tensor[list(broken)] = 0.0
-    return replace(trajectory, **tensors)
-
-
-def recorded_rows(slots: Sequence[Slot], seeds: Sequence[int], trajectory: Trajectory) -> Experience:
-    """The records of some samples, without advantages yet; none counts in the loss."""
     zeros, nothing = torch.zeros(len(slots), dtype=torch.float32), torch.zeros(0, dtype=torch.float32)
     return Experience(
         position=torch.tensor([slot.example for slot in slots], dtype=torch.int64),
         seed=torch.tensor(seeds, dtype=torch.int64),
         first_step=torch.full((len(slots),), trajectory.first_step, dtype=torch.int64),
-        latents=trajectory.latents,
-        log_probs=trajectory.log_probs,
+        latents=tensors["latents"],
+        log_probs=tensors["log_probs"],
         advantages=zeros,
         counts_in_loss=zeros,
-        means=nothing if trajectory.means is None else trajectory.means,
+        means=tensors.get("means", nothing),
         reference_means=nothing,
     )
 
@@ -320,22 +319,6 @@ def await_rewards(session: Session, pending: Sequence[Scores]) -> None:
         session.check_stop()
 
 
-def settle_together(session: Session, pending: Sequence[Scores]) -> list[Scores]:
-    """The scores of batches of this process.
-
-    Raises:
-        RewardOutage: on every process.
-    """
-    run, scores, outage = session.run, list[Scores](), None
-    with run.clock.part("reward_wait"):
-        try:
-            scores = settle(run.rewards, pending, run.config.reward_client, stop_heard=lambda: session.stops.heard)
-        except RewardOutage as error:
-            outage = error
-    raise_together(outage, run.engine.any)
-    return scores
-
-
 # --- gather ---
 
 
@@ -359,6 +342,8 @@ def gathered(engine: Engine, table: RewardTable, slots: Sequence[Slot], scores: 
     index, example_index = (
         torch.tensor(column, dtype=torch.int64) for column in ([s.index for s in slots], [s.example for s in slots])
     )
+    # Padding was not scored, but takes part in the gather, for which every process needs as many rows. It gets values
+    # of 0 that are not valid.
     padding = torch.tensor([s.padding for s in slots], dtype=torch.bool)
     scored = (~padding).nonzero().flatten()
     values, valid = (

@@ -247,6 +247,8 @@ def _changes(
         then, given = before.get(name, defaults.get(name)), now.get(name, defaults.get(name))
         if then == given or kind.is_free_in_epoch(name, then, given):
             continue
+        # A section is compared option by option, each by the rule of its own class. `rewards` is no section but a
+        # mapping of them; an entry that is gone is compared by the base of all.
         inside = getattr(section, name, None)
         if isinstance(inside, Section) and isinstance(then, dict):
             yield from _changes(type(inside), inside, cast("dict[str, Any]", then), given, f"{key}{name}.")
@@ -318,7 +320,10 @@ def _same_base(folder: Path, before: dict[str, Any], now: dict[str, Any], then: 
         paths = [
             (one["model"].get(section) or {} if section else one["model"]).get(name_in_it) for one in (before, now)
         ]
-        if kept != found if kept and found else paths[0] != paths[1] and part != "text_files":
+        # Files that are here, then and now, are compared by content, wherever they lie. Where they are not, their paths
+        # stand for them.
+        differs = kept != found if kept and found else part != "text_files" and paths[0] != paths[1]
+        if differs:
             raise CheckpointError(
                 f"{folder}: lies inside an epoch of another {name} than model.{option}={paths[1]} has (it was "
                 f"{paths[0]}); set it back, {INSIDE}"

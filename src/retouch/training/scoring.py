@@ -148,7 +148,8 @@ def _outage_waited_out(
             for name, column in columns.items():
                 for row, outcome in zip(rows, again.outcomes[name], strict=True):
                     # what was scored already stays, or many flaky requests would never all succeed
-                    if _is_unavailable(column[row]):
+                    before = column[row]
+                    if isinstance(before, Failure) and before.retryable:
                         column[row] = outcome
         if still := _unavailable(columns, scores):
             if stop_heard():
@@ -179,10 +180,6 @@ def _unavailable(columns: dict[str, list[Outcome]], scores: Scores) -> dict[int,
         for row, outcome in enumerate(column)
         if isinstance(outcome, Failure) and outcome.retryable
     }
-
-
-def _is_unavailable(outcome: Outcome) -> bool:
-    return isinstance(outcome, Failure) and outcome.retryable
 
 
 def summary(failures: Sequence[Failure]) -> str:

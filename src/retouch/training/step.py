@@ -39,10 +39,12 @@ class ForwardSize:
 
     Attributes:
         rows: of each forward.
+        parts_per_forward: trained steps, or noised copies, of a row in each; stays when `rows` is halved.
     """
 
     def __init__(self, config: RunConfig, engine: Engine) -> None:
         self.rows = config.optimizer.batch_size_per_device
+        self.parts_per_forward = parts_per_forward(config, engine.device.type)
         self._config, self._engine = config, engine
 
     def halve(self, problem: str) -> None:
@@ -104,7 +106,7 @@ class ForwardSize:
         Args:
             count: of these of a row; `optimizer.steps_per_forward` of them are in a forward.
         """
-        pieces = spans(count, parts_per_forward(self._config, self._engine.device.type))
+        pieces = spans(count, self.parts_per_forward)
         return [(chunk, piece) for chunk in self.chunks(rows) for piece in pieces]
 
     def _as_many_steps(self, rows: int) -> str:
@@ -112,9 +114,8 @@ class ForwardSize:
         rows."""
         config, device = self._config, self._engine.device.type
         smaller = config.optimizer.model_copy(update={"batch_size_per_device": rows})
-        steps = parts_per_forward(config, device)
-        more = parts_per_forward(config.model_copy(update={"optimizer": smaller}), device) != steps
-        return f" and optimizer.steps_per_forward={steps}" if more else ""
+        more = parts_per_forward(config.model_copy(update={"optimizer": smaller}), device) != self.parts_per_forward
+        return f" and optimizer.steps_per_forward={self.parts_per_forward}" if more else ""
 
 
 class Step:
@@ -204,20 +205,12 @@ class Step:
             self._update()
         return False
 
-    def chunks(self) -> Sequence[Tensor]:
-        """The rows of each forward."""
-        return self._size.chunks(self.rows)
-
-    def parts(self, count: int) -> list[tuple[Tensor, range]]:
-        """The rows of each forward, with a span of the `count` trained steps, or noised copies, of each row."""
-        return self._size.parts(self.rows, count)
-
     def forwards(self, batches: Sequence[Any] | None = None) -> Iterator[Any]:
-        """Each micro-batch, for one forward and one `backward`: these, or `chunks`.
+        """Each micro-batch, for one forward and one `backward`: these, or the rows of the step by forwards.
 
         Gradients are exchanged between processes in the last one only.
         """
-        engine, batches = self._run.engine, self.chunks() if batches is None else batches
+        engine, batches = self._run.engine, self._size.chunks(self.rows) if batches is None else batches
         for number, batch in enumerate(batches):
             with engine.micro_step(last=number == len(batches) - 1):
                 self._forward.enter_context(self._run.clock.part("train_forward"))

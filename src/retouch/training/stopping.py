@@ -77,6 +77,8 @@ class StopRequests:
 
     def asked(self) -> Stop | None:
         """The same on every process; None to continue. Each request may have reached some processes only."""
+        # Each question is a collective, and every process asks the same ones in this order until one is answered: which
+        # of them are asked may depend on options alone, never on what one process has heard.
         if self._any_rank(self._signal is not None):
             return Stop(f"received {self._signal or 'a signal on another process'}", 3)
         if self._any_rank(self.alarm is not None):

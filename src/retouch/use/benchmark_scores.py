@@ -284,6 +284,8 @@ def _score_with(
         if silent := [name for name, column in columns.items() if _is_away(column)]:
             _require_answers(table, silent, columns)
 
+    # Further batches are read and submitted while earlier ones are scored, which keeps the scorers busy. Images are
+    # held until then: their pixels are bounded within a batch, and in all batches under way.
     left = deque(todo)
     while left:
         batch: list[FoundOutput] = []

@@ -100,6 +100,8 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
         DataError, ImageProblem: a broken image or mask, a box outside the image, or more broken items than the run
             allows.
     """
+    # Three ways to name what to sample: a data set, one image, or for text to image a prompt alone. Each has options of
+    # its own; those of another way are an error, because they would be ignored.
     prompt_alone = not takes_source(config) and request.data is None and request.image is None
     if prompt_alone and not request.texts and request.prompt is None:
         raise ConfigError("give either --data, or --prompt (or --text)")

@@ -90,6 +90,8 @@ def weights_folder(path: Path, *, raw: bool) -> Path:
 
 def _chosen(path: Path, config: RunConfig, raw: bool | None) -> Path:
     """The folder of weights to load; of a style adapter also a bare file, or a folder with only its .bin."""
+    # Other programs pass a style adapter on as one file, or a folder with its .bin alone. Everything else is a
+    # checkpoint or its folder of weights, of which the run file or the caller chooses raw or EMA.
     adapter = path / f"{ADAPTER}.bin" if path.is_dir() and not (path / "weights").is_dir() else path
     if adapter.is_file() and not list(path.glob("*.safetensors")):
         if config.model.train.kind != "ip_adapter":

@@ -69,6 +69,10 @@ class GenEvalReward(RewardEntry):
     timeout_s: Positive = 60.0
     """Deadline of one request to `detector_url` in seconds."""
 
+    @property
+    def cpu_only(self) -> str | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return "the server of detector_url keeps its own devices; leave device out" if self.detector_url else None
+
     @model_validator(mode="after")
     def _has_one_detector(self) -> GenEvalReward:
         if self.detector_url is not None:
@@ -76,11 +80,6 @@ class GenEvalReward(RewardEntry):
                 base_url(self.detector_url)
             except ValueError as error:
                 raise ValueError(f"detector_url: {error}") from None
-            if self.device != "cpu":
-                raise ValueError(
-                    f"device: given {self.device!r} beside detector_url, whose server keeps its own devices; leave "
-                    "device out"
-                )
         return self
 
     def models(self) -> dict[str, str]:

@@ -51,6 +51,8 @@ def edit_scores(
 ) -> EditScores:
     """The measures of one image, from the boxes of the source and of the output; all 0 where the source text is not
     found in the source, or nothing in the output."""
+    # As published. The line of the source that is most like the source text was to be edited: boxes of the output in
+    # its place are the new text, and what is left of both images is compared as background.
     before, target = _normal(source_text), _normal(target_text)
     lines = _lines(source)
     likeness = [1.0 if before in _of(line) else _similarity(before, _of(line)) for line in lines]

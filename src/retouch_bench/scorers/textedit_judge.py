@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from PIL import Image
@@ -25,6 +25,7 @@ from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers.copied_texts import constants_of
 from retouch.rewards.scorers.judge_client import image_part
 from retouch.rewards.scorers.judged import (
+    PUBLISHED,
     JudgeEntry,
     JudgeScorer,
     as_integer,
@@ -91,7 +92,7 @@ class TextEditJudgeReward(JudgeEntry):
     """Maximum length of an answer in tokens."""
     wording: Literal["own", "published"] = "own"
     """Question to the judge: this package's, answered by a JSON schema; or TextEdit's from `prompts`."""
-    prompts: Text | None = None
+    prompts: Annotated[Text | None, PUBLISHED] = None
     """For wording=published: your copy of TextEdit's `vlm_metrics_eval_step1.py`, which the package does not contain
     and does not run, or a text file with its question."""
 

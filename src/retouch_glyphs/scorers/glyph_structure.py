@@ -11,9 +11,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from retouch.config.base import Unit
+from retouch.config.reads import ReadIf
 from retouch.imaging.glyphs import contrast, ink_box
 from retouch.imaging.lines import folded
 from retouch.imaging.masks import Box
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from retouch.imaging.glyphs import Ink
+
+
+RECOGNISED = ReadIf(
+    "with `boxes: recognised`",
+    lambda own: own.boxes == "recognised",
+    "but boxes {own.boxes!r} recognises nothing; leave it out",
+)
 
 
 class GlyphStructureReward(RewardEntry):
@@ -51,19 +59,10 @@ class GlyphStructureReward(RewardEntry):
     """Mean over all letters, or over the quarter that is most likely broken."""
     crop_margin: Unit = 0.0
     """Widens the mask box by this fraction of its sides."""
-    detect: bool = True
+    detect: Annotated[bool, RECOGNISED] = True
     """With recognised boxes: find the lines in the crop first; false reads the crop as one line."""
-    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    threads: Annotated[int, Field(ge=0, le=1024), RECOGNISED] = 0
     """CPU threads of the recogniser; 0 uses all cores."""
-
-    @model_validator(mode="after")
-    def _reads_its_options(self) -> GlyphStructureReward:
-        for name in ("detect", "threads") if self.boxes != "recognised" else ():
-            if (given := getattr(self, name)) != GlyphStructureReward.model_fields[name].default:
-                raise ValueError(
-                    f"{name}: given {given!r} with boxes {self.boxes!r}, which recognises nothing; leave it out"
-                )
-        return self
 
     def make(self) -> GlyphStructureScorer:
         return GlyphStructureScorer(self)
@@ -148,6 +147,8 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
             return text
         crop, asked = crop_for(item, margin), folded(text)
         boxes = self._sliced(crop, asked) if self._reader is None else self._recognised(crop, asked)
+        # Three kinds of characters: those that the network knows and that have a box are judged; known ones without a
+        # box count as broken, or leaving a letter out would pay; others are left out and only counted.
         known = {i: index for i, char in enumerate(asked) if (index := index_of(char)) is not None}
         if not known:
             return Failure("bad_item", f"{asked!r} holds none of the letters A-Z, a-z and 0-9, which alone are judged")

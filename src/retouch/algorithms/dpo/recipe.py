@@ -79,7 +79,7 @@ def train_step(session: Session, algorithm: DpoConfig, pairs: Pairs, step: Step)
     refresh_reference(session, algorithm)
     with step:
         run.encoded_for_denoising.encode(step.positions)
-        forwards = step.parts(algorithm.timesteps_per_pair)
+        forwards = session.size.parts(step.rows, algorithm.timesteps_per_pair)
         with run.clock.part("train_forward"), run.policy.use("reference"):
             references = [errors(run, algorithm, noised_pairs(session, algorithm, pairs, *f)) for f in forwards]
         for (rows, piece), reference in step.forwards(list(zip(forwards, references, strict=True))):

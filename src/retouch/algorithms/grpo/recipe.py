@@ -54,7 +54,7 @@ def train_epoch(session: Session, algorithm: GrpoConfig, experience: Experience)
     for step in session.steps(experience):
         with step:
             session.run.encoded.encode(step.positions)  # after a resume inside an epoch they are not kept
-            for rows, span in step.forwards(step.parts(experience.trained_steps)):
+            for rows, span in step.forwards(session.size.parts(step.rows, experience.trained_steps)):
                 step.backward(*surrogate(session.run, algorithm, experience, step, rows, span))
 
 

@@ -43,7 +43,7 @@ def train_step(session: Session, algorithm: KtoConfig, step: Step) -> None:
     run = session.run
     with step:
         run.encoded_for_denoising.encode(step.positions)
-        forwards = step.parts(algorithm.timesteps_per_image)
+        forwards = session.size.parts(step.rows, algorithm.timesteps_per_image)
         with run.clock.part("train_forward"), run.policy.use("reference"):
             references = [errors(session, algorithm, step, *forward) for forward in forwards]
         compared = list(zip(forwards, references, strict=True))

@@ -95,7 +95,7 @@ def prepare(session: Session, algorithm: NftConfig, experience: Experience, step
     before the policy's first forward: weights must not be swapped between a forward and its backward."""
     run, step_in_epoch = session.run, session.progress.step_in_epoch
     run.encoded_for_denoising.encode(step.positions)
-    forwards = step.parts(algorithm.timesteps_per_image)
+    forwards = session.size.parts(step.rows, algorithm.timesteps_per_image)
     noised = [partial(noised_rows, run, algorithm, experience, *forward, step_in_epoch) for forward in forwards]
     old: list[Tensor | None] = [None] * len(noised)
     reference: list[Tensor | None] = [None] * len(noised)

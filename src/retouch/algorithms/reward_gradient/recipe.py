@@ -16,10 +16,9 @@ does not count. Pixels are not clamped, and not rounded to 8 bits as in the logg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,35 +87,39 @@ def train_step(session: Session, algorithm: RewardGradientConfig, rows: TrainedS
     a forward and its backward."""
     run = session.run
     with step:
-        micros = [Micro(chosen, None) for chosen in step.chunks()]
+        forwards = session.size.chunks(step.rows)
+        references: Sequence[Tensor | None] = [None] * len(forwards)
         if algorithm.kl_weight:
             with run.clock.part("train_forward"), run.policy.use("reference"):
-                micros = [Micro(chosen, predict(run, rows, chosen)) for chosen, _ in micros]
-        for micro in step.forwards(micros):
-            step.backward(*reward_gradient_loss(run, algorithm, rows, micro, step.normalizer))
-
-
-class Micro(NamedTuple):
-    """Rows [B] of one forward, and what the reference predicts for them; None without a KL."""
-
-    rows: Tensor
-    reference: Tensor | None
+                references = [predict(run, rows, chosen) for chosen in forwards]
+        for chosen, reference in step.forwards(list(zip(forwards, references, strict=True))):
+            step.backward(*reward_gradient_loss(run, algorithm, rows, chosen, reference, step.normalizer))
 
 
 def reward_gradient_loss(
-    run: Run, algorithm: RewardGradientConfig, rows: TrainedSteps, micro: Micro, total: Tensor
+    run: Run,
+    algorithm: RewardGradientConfig,
+    rows: TrainedSteps,
+    chosen: Tensor,
+    reference: Tensor | None,
+    total: Tensor,
 ) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
-    """The loss of one forward of B rows -> (loss, metrics, rows that count)."""
-    chosen, device = micro.rows, run.engine.device
+    """The loss of one forward -> (loss, metrics, rows that count).
+
+    Args:
+        chosen: [B] rows of the forward.
+        reference: what the reference predicts for them; None without a KL.
+    """
+    device = run.engine.device
     weight = rows.counts_in_loss[chosen].to(device)
     condition = run.encoded.conditions(rows.position[chosen].tolist(), device)
     region = objective_region(algorithm, condition, run.model.spec.downsampling)
     prediction = predict(run, rows, chosen)
     gradient, coefficient = rows.gradient[chosen].to(device), rows.coefficient[chosen].to(device)
     loss, values = linear_loss(prediction, gradient, coefficient, region, weight, total)
-    if micro.reference is not None:
+    if reference is not None:
         counted = region_of_kept(region, weight)
-        kl = row_mean(within(prediction - micro.reference, counted) ** 2, counted)
+        kl = row_mean(within(prediction - reference, counted) ** 2, counted)
         loss = loss + algorithm.kl_weight * weighted_mean(kl, weight, total)
         values["kl"] = weighted_mean(kl.detach(), weight)
     return loss, values, weight.sum()

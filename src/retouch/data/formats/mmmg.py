@@ -172,6 +172,8 @@ def _training_rows(path: str) -> Iterator[Row]:
     if not file.is_file() or suffix_of(file) != ".json":
         raise DataError(f"data.path: {file}: no such file; layout=train takes the JSON file of the training set")
     shape = "it must be level -> discipline -> list of items, like {'0_preschool': {'Math': [...]}}"
+    # The published file has numbers before its levels ("0_preschool") and other capitals than the benchmark. Any other
+    # name is an error, because a part of the set would silently be missing.
     content = parsed(read_text(file), str(file))
     by_level = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
     if not isinstance(content, dict) or not all(isinstance(value, dict) for value in by_level.values()):

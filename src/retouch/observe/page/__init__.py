@@ -46,7 +46,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """Cells are text, except those that are `Markup`.
 
     Attributes:
@@ -86,7 +86,7 @@ def part(name: str, *given: object) -> Markup:
     return Markup(getattr(_environment().get_template("parts.html").module, name)(*given))
 
 
-def table(shown: Table) -> Markup:
+def table(shown: PageTable) -> Markup:
     """A table that scrolls in itself and can be saved as CSV; "" without rows."""
     return part("table", shown) if shown.rows else Markup()
 

@@ -21,9 +21,9 @@ import httpx
 from retouch.files import plain_json
 from retouch.rewards.addresses import TOKEN_VARIABLE, is_local, retry_after_s
 from retouch.rewards.client.servers import status_of
-from retouch.rewards.foreign import CONNECT_S, no_cookies, one_line, plain_detail
+from retouch.rewards.foreign import CONNECT_S, no_cookies, one_line
 from retouch.rewards.messages import MOST_DEADLINE_MS, ScoreReply, WireScore
-from retouch.rewards.protocol import RewardItem, within
+from retouch.rewards.protocol import RewardItem, plain_detail, within
 from retouch.rewards.wire import BrokenMessage, encode_request, parse_reply
 from retouch.types import Failure, Outcome, Score
 

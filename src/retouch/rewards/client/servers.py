@@ -256,26 +256,26 @@ class _Recent:
 # --- whether a server is ready, asked once and without retries ---
 
 
-class Status(NamedTuple):
+class ServerStatus(NamedTuple):
     """A server's own word about its scorers. `problem`: why they failed to load, as one line."""
 
     status: Literal["ready", "loading", "failed", "unknown"]
     problem: str = ""
 
 
-def status_of(body: bytes, token: str | None) -> Status:
+def status_of(body: bytes, token: str | None) -> ServerStatus:
     """The status in a reply of /readyz; "unknown" for one that is not of the protocol."""
     try:
         value: object = plain_json.loads(body)
     except ValueError:
-        return Status("unknown")
+        return ServerStatus("unknown")
     told = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     if told.get("status") not in ("ready", "loading", "failed"):
-        return Status("unknown")
-    return Status(told["status"], one_line(str(told.get("problem") or ""), token))
+        return ServerStatus("unknown")
+    return ServerStatus(told["status"], one_line(str(told.get("problem") or ""), token))
 
 
-def readiness(url: str, timeout_s: float, *, direct: bool = False) -> Status:
+def readiness(url: str, timeout_s: float, *, direct: bool = False) -> ServerStatus:
     """The status of /readyz.
 
     Args:
@@ -296,4 +296,4 @@ def readiness(url: str, timeout_s: float, *, direct: bool = False) -> Status:
         try:
             return status_of(fetch(client, "GET", f"{url}/readyz", time.monotonic() + timeout_s).body, token)
         except BrokenReply:
-            return Status("unknown")
+            return ServerStatus("unknown")

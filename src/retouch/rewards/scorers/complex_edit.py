@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
@@ -23,6 +23,7 @@ from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import parsed_file
 from retouch.rewards.scorers.judge_client import image_part
 from retouch.rewards.scorers.judged import (
+    PUBLISHED,
     JudgeEntry,
     JudgeScorer,
     integer_schema,
@@ -106,7 +107,7 @@ class ComplexEditReward(JudgeEntry):
     wording: Literal["own", "published"] = "own"
     """Questions to the judge: this package's, or Complex-Edit's from `prompts`. The published numbers are means over 20
     samples at temperature 1, and their overall is the mean of the three parts."""
-    prompts: Text | None = None
+    prompts: Annotated[Text | None, PUBLISHED] = None
     """For wording=published: your copy of the folder `complex_edit/eval` of the published code, with
     `prompt_alignment.py` and `prompt_quality.py`, which the package does not contain; they are not run."""
 

@@ -10,7 +10,7 @@ from PIL import Image
 from pydantic import Field
 
 from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
-from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.protocol import RewardItem
 from retouch.types import Score
 
 _MOST = 256.0  # one pixel is a file of some 630 bytes, most of them headers: 210 times its 24 bits
@@ -39,13 +39,8 @@ class JpegSizeScorer(PackageScorer[JpegSizeReward]):
         self.spec = replace(self.spec, range=(0.0, _MOST) if options.incompressible else (-_MOST, 0.0))
 
     def _one(self, item: RewardItem) -> Score:
-        count = jpeg_bytes(item.image, self.options.quality)
+        buffer = io.BytesIO()
+        Image.fromarray(item.image).save(buffer, "JPEG", quality=self.options.quality)
+        count = buffer.tell()
         sign = 1.0 if self.options.incompressible else -1.0
         return Score(sign * 8 * count / (24 * (item.image.shape[0] * item.image.shape[1])), {"bytes": count})
-
-
-def jpeg_bytes(image: Pixels, quality: int) -> int:
-    """Bytes of the image as JPEG."""
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, "JPEG", quality=quality)
-    return buffer.tell()

@@ -128,6 +128,8 @@ def _status(code: object) -> int:
 
 def problem_of(reply: Reply, sent: Collection[str] = ()) -> Problem:
     """Why a reply with another status than 200 is no answer; its body may be JSON of any layout, or a proxy's page."""
+    # Providers give the same status for an empty account and for too many requests (429): the words decide, before the
+    # status does. A server that is away answers again; a parameter can be left out; everything else stays refused.
     told = _told(reply)
     words = told.casefold()
     if reply.status == 402 or (reply.status in _OF_THE_ACCOUNT and _EXHAUSTED.search(words)):
@@ -173,6 +175,8 @@ _FEWER_LOGPROBS = 5
 def fitted(body: Mapping[str, Any], refused: Collection[str]) -> dict[str, Any]:
     """A request without the parameters that an endpoint refused: `max_tokens` under its new name, fewer
     log-probabilities, a schema as text, and the others left out."""
+    # Endpoints refuse one parameter at a time. `max_tokens` is renamed before it is given up, and the schema is asked
+    # for in words, because an answer without either can rarely be read.
     sent = {name: value for name, value in body.items() if name not in refused}
     if "max_tokens" in body and "max_tokens" in refused and "max_completion_tokens" not in refused:
         sent["max_completion_tokens"] = body["max_tokens"]

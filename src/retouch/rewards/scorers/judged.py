@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from retouch.config.reads import ReadIf
 from retouch.errors import ConfigError, RewardOutage, shown
 from retouch.files import plain_json
 from retouch.rewards.addresses import is_local, is_openai
@@ -38,6 +39,17 @@ logger = logging.getLogger(__name__)
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
+
+LOGPROBS = ReadIf(
+    "with `mode: logprobs`",
+    lambda own: own.mode == "logprobs",
+    "but mode {own.mode} reads no probabilities; leave it out",
+)
+PUBLISHED = ReadIf(
+    "with `wording: published`",
+    lambda own: own.wording == "published",
+    "but wording is own; set wording=published, or leave it out",
+)
 
 
 class JudgeEntry(JudgeConfig, RewardEntry):
@@ -137,7 +149,7 @@ def uncropped(name: str) -> str:
 
 
 def require_prompts(entry: JudgeEntry, wording: Literal["own", "published"], prompts: str | None, where: str) -> None:
-    """Check that `prompts` is set with wording=published, and only with it.
+    """Check that `prompts` is set with wording=published.
 
     Args:
         where: what `prompts` must be a copy of.
@@ -147,8 +159,6 @@ def require_prompts(entry: JudgeEntry, wording: Literal["own", "published"], pro
     """
     if wording == "published" and prompts is None and entry.is_made_here:
         raise ValueError(f"prompts: not set with wording=published; set it to your copy of {where}")
-    if wording == "own" and prompts is not None:
-        raise ValueError(f"prompts: given {prompts!r} with wording=own; set wording=published, or leave it out")
 
 
 Judged = TypeVar("Judged", bound=JudgeEntry)

@@ -10,7 +10,6 @@ import math
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retouch.rewards.base import NO_NETWORK, PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
@@ -46,7 +45,7 @@ class KeptAreaScorer(PackageScorer[KeptAreaReward]):
         difference = unmasked_difference(item)
         if isinstance(difference, Failure):
             return difference
-        summed = squared_error(difference)
+        summed = float(((difference.astype(np.float64) / 255) ** 2).sum() / len(difference))  # over channels
         mse = summed / 3
         psnr = min(_HIGHEST, -10 * math.log10(mse)) if mse > 0 else _HIGHEST
         detail = {
@@ -56,12 +55,3 @@ class KeptAreaScorer(PackageScorer[KeptAreaReward]):
             "brushbench_mse": summed,
         }
         return Score(psnr, detail)
-
-
-def squared_error(difference: NDArray[np.float32]) -> float:
-    """Sum over channels of the squared difference of values in [0, 1], mean over pixels.
-
-    Args:
-        difference: [N, 3], in [-255, 255].
-    """
-    return float(((difference.astype(np.float64) / 255) ** 2).sum() / len(difference))

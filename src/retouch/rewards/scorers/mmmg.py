@@ -23,7 +23,14 @@ from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import constants_of
 from retouch.rewards.scorers.fn import find_function, source_digest
 from retouch.rewards.scorers.judge_client import image_part
-from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, read_object, require_prompts, schema_of
+from retouch.rewards.scorers.judged import (
+    PUBLISHED,
+    JudgeEntry,
+    JudgeScorer,
+    read_object,
+    require_prompts,
+    schema_of,
+)
 from retouch.rewards.scorers.knowledge_graph import (
     KnowledgeGraph,
     closed_ged,
@@ -69,7 +76,7 @@ class MmmgReward(JudgeEntry):
     wording: Literal["own", "published"] = "own"
     """Question to the judge: this package's, answered by a JSON schema; or MMMG's from `prompts`, answered in lines of
     text."""
-    prompts: Text | None = None
+    prompts: Annotated[Text | None, PUBLISHED] = None
     """For wording=published: your copy of the published question, which the package does not contain: a text file, or
     MMMG's `mmmg_eval/utils/instruction_prompt.py`. [ELEM_DEPEND] stands for graph and annotation."""
     readability: Annotated[str | None, Names("code", own=("sam2",), variables=(PLUGINS,))] = None

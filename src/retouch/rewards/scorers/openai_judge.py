@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
@@ -17,6 +17,7 @@ from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import JudgeError, image_part
 from retouch.rewards.scorers.judge_replies import text_of
 from retouch.rewards.scorers.judged import (
+    LOGPROBS,
     AnswerError,
     JudgeEntry,
     JudgeScorer,
@@ -45,17 +46,13 @@ class OpenAIJudgeReward(JudgeEntry):
     """Question to the judge; {prompt} stands for the item's prompt."""
     mode: Literal["logprobs", "rubric"] = "logprobs"
     """The expectation over the probabilities of the digits 0 to 5; or JSON with a score and a reason."""
-    min_mass: Unit = 0.5
+    min_mass: Annotated[Unit, LOGPROBS] = 0.5
     """Minimum probability of the digits together; below it the judge answered something else, which is a failure."""
 
     @model_validator(mode="after")
-    def _fits_its_mode(self) -> OpenAIJudgeReward:
+    def _asks_for_the_prompt(self) -> OpenAIJudgeReward:
         if "{prompt}" not in self.question:
             raise ValueError(f"question: given {self.question!r}; it must contain {{prompt}}")
-        if self.mode == "rubric" and self.min_mass != OpenAIJudgeReward.model_fields["min_mass"].default:
-            raise ValueError(
-                f"min_mass: given {self.min_mass:g} with mode rubric, which reads no probabilities; leave it out"
-            )
         return self
 
     def make(self) -> OpenAIJudgeScorer:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import numpy as np
-from pydantic import model_validator
 
 from retouch.config.base import Count
+from retouch.config.reads import ReadIf
 from retouch.rewards.base import Question
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, uncropped, whole
@@ -74,19 +74,27 @@ class Preference:
 class PairEntry(JudgeEntry):
     """Options of judges that compare two images."""
 
-    against: Literal["group", "reference"] = "group"
+    against: Annotated[
+        Literal["group", "reference"],
+        ReadIf(
+            "where pairs are compared",
+            lambda own: own.compares_pairs(),
+            "but only pairs have an opponent; leave it out",
+        ),
+    ] = "group"
     """Opponents of a sample: the other samples of its group, or the reference image of its example (for example one
     that the untrained model generated for the same input). "group" needs whole groups and is not evaluated, because
     the mean over a group is always 1/2; `retouch eval` with two runs compares their samples instead."""
-    rounds: Count | None = None
+    rounds: Annotated[
+        Count | None,
+        ReadIf(
+            "where a group is compared",
+            lambda own: own.compares_group(),
+            "but only pairs of a group have rounds; leave it out",
+        ),
+    ] = None
     """Number of rounds in a group, in each of which every sample meets two others; null compares all pairs. A group of
     K takes 2 K questions per round, or K (K - 1) in all."""
-
-    @model_validator(mode="after")
-    def _rounds_are_of_groups(self) -> PairEntry:
-        if self.rounds is not None and not self.compares_group():
-            raise ValueError(f"rounds: given {self.rounds}, but only pairs of a group have rounds; leave it out")
-        return self
 
     def compares_pairs(self) -> bool:
         """Whether the judge is asked about two images at once."""

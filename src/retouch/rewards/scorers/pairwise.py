@@ -10,16 +10,16 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import model_validator
 
 from retouch.config.base import Unit
+from retouch.config.reads import ReadIf
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import JudgeError, image_part
 from retouch.rewards.scorers.judge_replies import read_by
-from retouch.rewards.scorers.judged import AnswerError
+from retouch.rewards.scorers.judged import LOGPROBS, AnswerError
 from retouch.rewards.scorers.openai_judge import expectation
 from retouch.rewards.scorers.pairing import PairEntry, PairScorer
 from retouch.types import Outcome
@@ -58,24 +58,20 @@ class PairwiseReward(PairEntry):
     the borders, "remove" an object, or "write" a text."""
     criterion: Criterion = "overall"
     """Criterion of the comparison; add one entry per criterion."""
-    show_source: bool = True
+    show_source: Annotated[
+        bool,
+        ReadIf(
+            "for every task but `generate`",
+            lambda own: own.task != "generate",
+            "but task 'generate' has no source image; leave it out",
+        ),
+    ] = True
     """Show the source image to the judge, for tasks that have one; false shows the two results alone."""
     mode: Literal["logprobs", "text"] = "logprobs"
     """Probability of the answer 1 against 2 from their log-probabilities; or the answer itself, which is 0 or 1."""
-    min_mass: Unit = 0.5
+    min_mass: Annotated[Unit, LOGPROBS] = 0.5
     """Minimum probability of the two answers together; below it the judge answered something else, which is a
     failure."""
-
-    @model_validator(mode="after")
-    def _fits_its_mode(self) -> PairwiseReward:
-        fields = PairwiseReward.model_fields
-        if self.mode == "text" and self.min_mass != fields["min_mass"].default:
-            raise ValueError(
-                f"min_mass: given {self.min_mass:g} with mode text, which reads no probabilities; leave it out"
-            )
-        if self.task == "generate" and not self.show_source:
-            raise ValueError("show_source: given false, but task 'generate' has no source image; leave it out")
-        return self
 
     def shows_source(self) -> bool:
         """Whether the judge receives the source image."""

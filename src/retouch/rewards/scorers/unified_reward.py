@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import model_validator
-
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
 from retouch.rewards.scorers.judge_client import image_part
@@ -41,12 +39,6 @@ class UnifiedRewardReward(PairEntry):
     form: Literal["axes", "point", "pair"] = "axes"
     """Question to the judge: "axes" of version 2.0 (mean of alignment, coherence and style), "point" of version 1 (one
     score), both in [1, 5]; or "pair" of version 2.0, in [0, 1]."""
-
-    @model_validator(mode="after")
-    def _opponents_are_of_pairs(self) -> UnifiedRewardReward:
-        if not self.compares_pairs() and self.against != "group":
-            raise ValueError(f"against: given {self.against!r}, but form {self.form!r} has no opponent; leave it out")
-        return self
 
     def compares_pairs(self) -> bool:
         return self.form == "pair"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from retouch.rewards.client.cache import cache_key
 from retouch.rewards.protocol import PICTURES, RewardItem
-from retouch.rewards.server.frames import LATE, Work
+from retouch.rewards.server.frames import LATE, BatchCost
 from retouch.rewards.server.worker import Worker, WorkerLost
 from retouch.types import Failure, Outcome
 
@@ -31,7 +31,7 @@ _SUSPECTS = 4096
 Key = tuple[object, ...]
 """Common properties of the items of one batch: rewards, and the shape of every image."""
 
-Watch = Callable[[int, Work], None]
+Watch = Callable[[int, BatchCost], None]
 """Called with the number of items and the cost of every batch."""
 
 
@@ -221,8 +221,8 @@ class Batcher:
                 del self._lines[key]
 
 
-def _failed(line: _Line, units: Sequence[_Unit], failure: Failure) -> tuple[dict[str, list[Outcome]], Work]:
-    return {name: [failure] * len(units) for name in line.rewards}, Work({}, {})
+def _failed(line: _Line, units: Sequence[_Unit], failure: Failure) -> tuple[dict[str, list[Outcome]], BatchCost]:
+    return {name: [failure] * len(units) for name in line.rewards}, BatchCost({}, {})
 
 
 def _answer(unit: _Unit, outcomes: dict[str, Outcome]) -> None:

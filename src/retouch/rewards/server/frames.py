@@ -35,7 +35,7 @@ LATE = Failure("deadline", "the deadline passed before the item was scored", ret
 
 
 @dataclass(frozen=True)
-class Work:
+class BatchCost:
     """Cost of a batch: reward -> calls of its scorer, and their seconds.
 
     Attributes:
@@ -48,7 +48,7 @@ class Work:
     raising: Sequence[str] = ()
 
 
-Scored = tuple[dict[str, list[Outcome]], Work]
+Scored = tuple[dict[str, list[Outcome]], BatchCost]
 
 
 class BrokenFrame(Exception):

@@ -25,9 +25,9 @@ from retouch.rewards.server.frames import (
     LATE,
     NO_BATCH,
     PULSE,
+    BatchCost,
     BrokenFrame,
     Scored,
-    Work,
     pack,
     pack_outcome,
     read_head,
@@ -139,7 +139,7 @@ def score_rewards(
         outcomes[name] = [scored.get(i, LATE) for i in range(len(items))]
         calls[name], seconds[name] = scorer.calls - before, time.monotonic() - started
         raising += [name] if timely and scorer.raised - raised == len(timely) else []
-    return outcomes, Work(calls, seconds, raising)
+    return outcomes, BatchCost(calls, seconds, raising)
 
 
 def _specs(scorers: Mapping[str, Scorer]) -> dict[str, dict[str, Any]]:

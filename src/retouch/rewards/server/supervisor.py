@@ -21,7 +21,7 @@ import httpx
 from retouch.errors import ConfigError
 from retouch.process.signals import ENDING
 from retouch.rewards.addresses import name_of
-from retouch.rewards.client.servers import Status, readiness
+from retouch.rewards.client.servers import ServerStatus, readiness
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Instance:
         self.early_deaths = 0
         self.attempts = 0
         self.was_ready = False
-        self.status: Status | None = None
+        self.status: ServerStatus | None = None
         self._started = 0.0
         self._start_at: float | None = None
         self._retired = False  # it was ended, and what it still reports does not count
@@ -99,7 +99,7 @@ class Instance:
         self._started = time.monotonic()
         self.attempts += 1
 
-    def ask(self) -> Status | None:
+    def ask(self) -> ServerStatus | None:
         """Ask the front, and keep what it reports as `status` once its scorers are loaded or failed -> it, then."""
         process = self.process
         try:

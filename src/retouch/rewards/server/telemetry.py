@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from retouch.rewards.server.frames import Work
+from retouch.rewards.server.frames import BatchCost
 from retouch.types import Failure, Outcome
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -34,7 +34,7 @@ class Telemetry:
         self._requests.labels(status).inc()
         self._request_s.observe(seconds)
 
-    def batch(self, items: int, work: Work) -> None:
+    def batch(self, items: int, work: BatchCost) -> None:
         self._batch_items.observe(items)
         for name, calls in work.calls.items():
             self._calls.labels(name).inc(calls)

@@ -33,9 +33,9 @@ from retouch.rewards.server.frames import (
     HEAD_BYTES,
     NO_BATCH,
     PULSE,
+    BatchCost,
     BrokenFrame,
     Scored,
-    Work,
     pack,
     pack_items,
     parts_of,
@@ -180,7 +180,7 @@ class ProcessWorker:
             self._kill()
             raise WorkerLost("the worker answered another batch")
         outcomes = {name: [unpack_outcome(row) for row in column] for name, column in message["outcomes"].items()}
-        work = Work(message["calls"], message["seconds"], message["raising"])
+        work = BatchCost(message["calls"], message["seconds"], message["raising"])
         if self._raising.too_often(work.raising):
             logger.error("the scorers raised in %d batches in a row; the worker is replaced", _RAISING_BATCHES)
             self._kill()
