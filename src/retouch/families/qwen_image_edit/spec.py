@@ -114,7 +114,8 @@ class QwenImageEditModel(QwenSection):
         taken = self.vision_tokens(size) + CHAT_TOKENS
         if taken >= self.max_sequence_length:
             raise ValueError(
-                f"model.max_sequence_length: given {self.max_sequence_length}, but an image of {key}.resolution "
-                f"{size[0]} x {size[1]} takes {taken} tokens with the chat around it, which leaves none for a prompt; "
-                f"set model.max_sequence_length to {taken + 256} or more, or a smaller model.vision_pixels"
+                f"model.max_sequence_length: given {self.max_sequence_length}, but a source of {size[0]} x "
+                f"{size[1]} ({key}.resolution, with reference_strip) takes {taken} tokens with the chat around it, "
+                f"which leaves none for a prompt; set model.max_sequence_length to {taken + 256} or more, or a smaller "
+                "model.vision_pixels"
             )
