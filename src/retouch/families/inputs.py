@@ -50,7 +50,7 @@ def source_pixels(examples: Sequence[Example], spec: FamilySpec, device: torch.d
     Raises:
         ValueError: an example without a source.
     """
-    return torch.stack([_source(e, spec.family) for e in examples]).to(device)
+    return torch.stack([_source(e, spec) for e in examples]).to(device)
 
 
 def optional_masks(examples: Sequence[Example], spec: FamilySpec, device: torch.device) -> Tensor | None:
@@ -92,9 +92,10 @@ def reference_inputs(
     }
 
 
-def _source(example: Example, family: str) -> Tensor:
+def _source(example: Example, spec: FamilySpec) -> Tensor:
     if example.source is None:
-        raise ValueError(f"example {example.id} has no source image; {family} repaints one")
+        verb = "changes" if spec.edits else "repaints"
+        raise ValueError(f"example {example.id} has no source image; {spec.family} {verb} one")
     return image_pixels(stack_above(example.strip, example.source.convert("RGB")))
 
 
