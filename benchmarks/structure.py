@@ -28,6 +28,7 @@ import torch
 from inputs import digest
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
+from words import Word, draw_word
 
 from retouch.data.sampler import derive_seed
 from retouch.imaging.glyphs import glyph_correlation
@@ -38,7 +39,7 @@ from retouch.rewards.text_distance import text_similarity
 from retouch.types import Score
 from retouch_glyphs.glyph_structure import FOLDERS, LETTERS, WEIGHTS, Variant, packaged, structure_of
 from retouch_glyphs.scorers.glyph_structure import GlyphStructureReward, equal_slices
-from retouch_glyphs.tiny.broken_letters import STRUCTURAL, TEST_FONTS, Letter, Word, draw_word, names_of
+from retouch_glyphs.tiny.broken_letters import STRUCTURAL, TEST_FONTS, Letter, names_of
 from retouch_glyphs.tiny.glyph_structure import auc, aucs, broken_probabilities, held_out_letters
 
 Values = NDArray[np.float64]

@@ -77,6 +77,15 @@ def test_a_picture_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(counted) == 2
 
 
+def test_images_of_one_pattern_in_two_palettes_are_two(encoder: ImageEncoder) -> None:
+    """`condition` of an adapter takes images as they are opened; a PNG of few colours has indices for pixels."""
+    red, blue = (Image.new("P", (8, 8)) for _ in range(2))
+    red.putpalette([255, 0, 0]), blue.putpalette([0, 0, 255])
+    assert red.tobytes() == blue.tobytes()
+    assert torch.equal(encoder([red, blue]), encoder([red.convert("RGB"), blue.convert("RGB")]))
+    assert not torch.equal(*encoder([red, blue]))
+
+
 def test_clip_gives_its_projected_vector(tmp_path: Path) -> None:
     options = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     clip: Any = CLIPVisionModelWithProjection(

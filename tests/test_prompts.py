@@ -213,6 +213,9 @@ def test_several_source_images_leave_less_for_the_prompt(tmp_path: Path) -> None
     assert PromptCheck(run)(run.data, [item]) == ([], {})
     [warning], _ = PromptCheck(run)(run.data, [replace(item, more_paths=(tmp_path / "b.png",) * 5)])
     assert "1 of 1 prompts are longer than the 96 tokens" in warning
+    with_strip = run.data.model_copy(update={"reference_strip": 256})  # the encoder reads it above the source
+    [warning], _ = PromptCheck(run)(with_strip, [item])
+    assert "1 of 1 prompts are longer than the 96 tokens" in warning
 
 
 def test_files_of_embeddings_replace_t5(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from retouch.adapters.comfyui import comfyui_tensors
-from retouch.adapters.initial_lora import initial_lora, lora_file
+from retouch.adapters.initial_lora import initial_lora, lora_file, read_lora
 from retouch.adapters.lora import FILE, adapted_modules, add_lora, folded_lora, is_update
 from retouch.adapters.trainee import LoraWeights, make_trainable
 from retouch.adapters.unet_names import original_names
@@ -152,6 +152,23 @@ def test_a_file_of_kohya_with_names_of_the_original_network(tmp_path: Path) -> N
     update = layer.lora_B.default.weight @ layer.lora_A.default.weight
     torch.testing.assert_close(update, whole.chunk(3)[1], atol=1e-5, rtol=1e-5)
     assert not layer_b(found, "transformer_blocks.1.attn.to_k").any(), "modules that the file leaves out are a no-op"
+
+
+def test_a_folder_of_peft_with_names_of_the_original_network(tmp_path: Path) -> None:
+    """The converter of diffusers splits the weights, and does not see the alpha in the config of PEFT."""
+    made: Any = tiny_pipeline("flux2_klein", seed=3).transformer
+    width, draw = made.config.attention_head_dim * made.config.num_attention_heads, torch.Generator().manual_seed(1)
+    stem, rows = "base_model.model.double_blocks.0.img_attn.qkv", torch.randn(3 * width, RANK, generator=draw)
+    factors = {f"{stem}.lora_A.weight": torch.randn(RANK, width, generator=draw), f"{stem}.lora_B.weight": rows}
+    save_file(factors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA}), encoding="utf-8")
+    path, spec = tmp_path / "adapter_model.safetensors", FAMILIES["flux2_klein"].spec
+    file = read_lora(path, spec, dict(made.named_modules()))
+    assert (file.rank, file.alpha) == (RANK, ALPHA)
+    assert torch.equal(file.factors["transformer_blocks.0.attn.to_k"][1], rows.chunk(3)[1])
+    save_file(factors | {f"{stem}.alpha": torch.tensor(7.0)}, path)  # no such file is known; nothing is guessed
+    with pytest.raises(ConfigError, match="cannot be read as a LoRA of flux2_klein"):
+        read_lora(path, spec, dict(made.named_modules()))
 
 
 # --- names of other networks, by diffusers' own reading of the same file ---

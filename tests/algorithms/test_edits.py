@@ -166,11 +166,11 @@ def test_the_command_line_edits_without_a_mask(
     ("override", "line"),
     [
         (
-            {"model__max_sequence_length": 300, "data__resolution": 512},
+            {"model__max_sequence_length": 400, "data__resolution": 512, "data__reference_strip": 256},
             (
-                "model.max_sequence_length: given 300, but an image of data.resolution 512 x 512 takes 335 tokens with "
-                "the chat around it, which leaves none for a prompt; set model.max_sequence_length to 591 or more, or "
-                "a smaller model.vision_pixels"
+                "model.max_sequence_length: given 400, but a source of 768 x 512 (data.resolution, with "
+                "reference_strip) takes 497 tokens with the chat around it, which leaves none for a prompt; set "
+                "model.max_sequence_length to 753 or more, or a smaller model.vision_pixels"
             ),
         ),
         (

@@ -12,7 +12,7 @@ import pytest
 from tools import cost_table
 
 from retouch.config import ConfigError, RunConfig, derive
-from retouch.config.cost import MEASURED, Cost, Forwards, cost, cost_lines, evaluations, known_peak
+from retouch.config.cost import MEASURED, Cost, Forwards, cost, cost_lines, details_of, evaluations, known_peak
 from retouch.families import FAMILIES
 from retouch.observe import log
 from retouch.rewards.base import Question, tiled_tokens
@@ -168,6 +168,12 @@ def test_given_pairs_and_rows_are_counted(run_with: Run) -> None:
     assert (sft.images, sft.supervised_rows) == (0, 10 * 4 * 2)
     pairs = cost(run_with(*manifest, "algorithm.name=dpo", "algorithm.pairs=offline"), world_size=2)
     assert (pairs.images, pairs.supervised_rows) == (0, 2 * 10 * 4 * 2)  # two images a pair
+
+
+def test_the_size_beside_the_flops_is_that_of_the_network(run_with: Run) -> None:
+    """With the strip of an in-context reference, which the network reads above the image."""
+    run = run_with("model.path=black-forest-labs/FLUX.1-Fill-dev", "data.resolution=512", "data.reference_strip=288")
+    assert dict(details_of(run, cost(run)))["TFLOP"].endswith(" a forward at 800 x 512")
 
 
 def test_evaluations(run_with: Run) -> None:

@@ -91,6 +91,9 @@ def test_longtext(tmp_path: Path) -> None:
     assert (first.metadata["category"], first.metadata["language"]) == ("sign", "en")
     (chinese,) = items_of(LongTextData(path=str(tmp_path), language="zh"))
     assert chinese.metadata["text"] == "你好 WORLD" and chinese.metadata["language"] == "zh"
+    other = LongTextData(path=str(tmp_path / "text_prompts_zh.jsonl"))  # as English, a whole text would be one word
+    with pytest.raises(DataError, match=r"data\.language: given .en., but .*_zh\.jsonl is the list of .zh."):
+        other.items()
 
 
 def test_cvtg(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from retouch.adapters.lora import add_lora
@@ -205,6 +207,21 @@ def test_a_tall_and_a_wide_image(family: str) -> None:
         final = sample(model, model.network, ode_plan(model.schedule(2, size)), condition, SEEDS[:1]).final
         assert final.isfinite().all()
         assert model.decode(final).shape == (1, 3, *size)
+
+
+@every_family
+def test_the_strip_of_a_reference_stands_above_the_source(family: str) -> None:
+    """The strip is cut off again before images are scored: of a family without it that would be a part of the image."""
+    [plain] = examples_of(True, count=1)
+    seen: list[dict[str, Tensor]] = []
+    for colour in ("red", "blue"):
+        example = replace(plain, strip=Image.new("RGB", (SIZE[1], 32), colour))
+        condition = tiny(family).encode([example], 1.0)
+        assert condition.size == (32 + SIZE[0], SIZE[1])
+        assert condition.mask is not None and condition.mask.shape[2:] == condition.size
+        assert not condition.mask[:, :, :32].any() and condition.mask[:, :, 32:].any()
+        seen.append(dict(condition.tensors))
+    assert any(not torch.equal(seen[0][name], seen[1][name]) for name in seen[0]), "nothing reads the strip"
 
 
 @every_family

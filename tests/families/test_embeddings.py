@@ -105,6 +105,20 @@ def test_an_image_with_a_colour_profile_of_an_earlier_cache_is_told(
         StoredVectors(found, 3)([read])
 
 
+def test_latents_of_tiles_are_not_those_of_whole_images(tmp_path: Path) -> None:
+    """They differ near the edges of tiles; texts do not, and a cache of earlier versions keeps its latents."""
+    model = SdInpaintModel(path=str(copied("sd_inpaint", tmp_path / "model")), dtype="fp32")
+    one, tiles = (model.model_copy(update={"vae_batch": batch}) for batch in ("one", "tiles"))
+    pixels = torch.zeros(3, 16, 16)
+    cache = EmbeddingCache(tmp_path / "cache", tiles, create=True)
+    cache.add_images(pixels[None], torch.ones(1, 4, 2, 2))
+    cache.add_text("a sign", lambda prompt: {"text": torch.ones(1)})
+    whole = EmbeddingCache(tmp_path / "cache", model, create=True)
+    assert whole.image(pixels) is None and whole.has_text("a sign")
+    whole.add_images(pixels[None], torch.zeros(1, 4, 2, 2))
+    assert [float(EmbeddingCache(tmp_path / "cache", m).image(pixels).sum()) for m in (model, one, tiles)] == [0, 0, 16]
+
+
 def test_training_without_the_encoders_is_training_with_them(signs: Path, tmp_path: Path) -> None:
     model = copied("flux_fill", tmp_path / "model")
     run = run_of(signs, tmp_path, "flux_fill", algorithm__sft_steps=1, training__max_steps=2)

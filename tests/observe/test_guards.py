@@ -179,6 +179,7 @@ def test_statistics_drift_by_a_factor() -> None:
     assert statistic_drifts("picture.sharpness", -np.inf, -np.inf) is None
     assert images_collapse(0.2, 0.11) is None and images_collapse(0.2, 0.09) is not None
     assert images_collapse(-np.inf, -np.inf) is None
+    assert statistic_drifts("picture.sharpness", 0.1, -np.inf) is images_collapse(0.2, -np.inf) is None  # not measured
 
 
 def told(*values: float | None) -> list[str]:

@@ -172,6 +172,8 @@ def test_the_evaluations_of_a_run_have_it_since_the_first_of_rl(
         ({"model__dtype": "bf16"}, "model.dtype"),
         ({"model__transformer": {"path": "other/network"}}, "model.transformer.path"),
         ({"training__mixed_precision": "bf16"}, "training.mixed_precision"),
+        ({"model__vae_batch": "tiles"}, "model.vae_batch"),
+        ({"model__vae_batch": "one"}, None),
         ({"model__path": "elsewhere/tiny", "model__offload_vae": True, "evaluation__data__max_bad_items": 3}, None),
     ],
 )

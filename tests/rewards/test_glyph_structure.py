@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.words import draw_word
 from pydantic import ValidationError
 
 from retouch.rewards.protocol import RewardItem
@@ -22,7 +23,6 @@ from retouch_glyphs.scorers.glyph_structure import (
     equal_slices,
     fitted_slices,
 )
-from retouch_glyphs.tiny.broken_letters import draw_word
 
 
 def sign(word: str = "MOKA", text: str | None = None, height: int = 64) -> RewardItem:

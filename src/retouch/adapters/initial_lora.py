@@ -9,7 +9,7 @@
 Modules may have the names of the original networks. Those of U-Nets (kohya's SDXL files:
 `lora_unet_input_blocks_4_1_...`) are known here. Those of transformers (kohya's FLUX files:
 `lora_unet_double_blocks_0_img_attn_qkv`, where one weight is several of diffusers) go through the converters of
-diffusers, which multiply alpha / rank into the factors: alpha is then the rank.
+diffusers, which multiply the alpha / rank of `.alpha` tensors into the factors: alpha is then the rank.
 """
 
 from __future__ import annotations
@@ -169,7 +169,9 @@ def read_lora(path: Path, spec: FamilySpec, modules: Mapping[str, nn.Module]) ->
     named = _by_module(tensors, names)
     if named is None:
         if spec.network_name != "unet":  # every layout of a U-Net is known here
-            tensors, alpha = _converted(path, spec, tensors), None
+            # converters multiply the alpha / rank of `.alpha` tensors in, and know nothing of an alpha in a config
+            alpha = None if any(_part_of(key) == "alpha" for key in tensors) else alpha
+            tensors = _converted(path, spec, tensors)
         named = _by_module(tensors, names)
         if named is None:
             unknown = next(key for key in tensors if _KEY.sub("", key) not in names)

@@ -149,8 +149,6 @@ def is_trained(key: str, weights: str) -> bool:
 class IpAdapterWeights:
     """Style adapters as whole files; saving and loading are exact."""
 
-    kind = "ip_adapter"
-
     def __init__(self, adapter: IpAdapter, weights: str, factor: float | None, about: Mapping[str, Any]) -> None:
         self.adapter = adapter
         self.about = about

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -15,25 +15,10 @@ from torch import Tensor, nn
 
 from retouch.adapters.initial_lora import initial_lora
 from retouch.adapters.lora import FILE, add_lora, load_lora, lora_shape, save_lora
-from retouch.adapters.train_ip_adapter import train_ip_adapter
+from retouch.adapters.train_ip_adapter import IpAdapterWeights, train_ip_adapter
 
 if TYPE_CHECKING:
     from retouch.families.base import FamilySpec, Train
-
-
-class Trainee(Protocol):
-    """Saves and loads trained weights by parameter name. Both are exact."""
-
-    @property
-    def kind(self) -> str: ...
-    def save(self, state: Mapping[str, Tensor], folder: Path) -> None: ...
-    def load(self, folder: Path) -> dict[str, Tensor]:
-        """Read the weights that `save` wrote.
-
-        Raises:
-            ValueError: no such files in the folder, damaged ones, or ones of another kind.
-        """
-        ...
 
 
 def make_trainable(network: nn.Module, train: Train, spec: FamilySpec, seed: int = 0) -> Trainee:
@@ -61,8 +46,6 @@ def make_trainable(network: nn.Module, train: Train, spec: FamilySpec, seed: int
 class FullWeights:
     """Every weight, as a diffusers model folder (`config.json`, safetensors, sharded when large). Buffers that belong
     to it (the table of positions of SD3) are saved too, and are the network's own when weights are loaded."""
-
-    kind = "full"
 
     def __init__(self, network: Any) -> None:
         self._network = network
@@ -95,8 +78,6 @@ class FullWeights:
 class LoraWeights:
     """Adapters, as one safetensors file that `pipe.load_lora_weights` takes."""
 
-    kind = "lora"
-
     def __init__(self, rank: int, alpha: float, prefix: str) -> None:
         self.rank, self.alpha, self.prefix = rank, alpha, prefix
 
@@ -117,3 +98,8 @@ class LoraWeights:
                 f"set model.train.rank={rank} model.train.alpha={alpha:g}"
             )
         return state
+
+
+Trainee = FullWeights | LoraWeights | IpAdapterWeights
+"""Saves and loads trained weights by parameter name. Both are exact; `load` raises ValueError where a folder has no
+such files, damaged ones, or ones of another kind."""

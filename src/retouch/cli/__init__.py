@@ -39,10 +39,6 @@ app.add_typer(data.app, name="data")
 app.add_typer(data.tiny, name="tiny")
 
 
-def _no_type(ctx: Any) -> str:
-    return ""
-
-
 class Help:
     """Help without a type behind a flag or a list, and with lines that break where the terminal ends."""
 
@@ -54,7 +50,7 @@ class Help:
         params = list[Any](super().get_params(ctx))  # type: ignore[misc]
         for param in params:
             if getattr(param, "is_flag", False) or param.nargs == -1:
-                param.display_type_rich = _no_type  # typer writes <bool> and <list[str]>
+                param.display_type_rich = lambda ctx: ""  # typer writes <bool> and <list[str]>
         return params
 
 
@@ -155,13 +151,10 @@ def _silence_libraries() -> None:
     """Hide warnings that a user can do nothing about."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs, of a kernel that is not used here
     # image processors of Pillow are the ones that are wanted
-    logging.getLogger("transformers.utils.import_utils").addFilter(_is_not_of_torchvision)
+    imports = logging.getLogger("transformers.utils.import_utils")
+    imports.addFilter(lambda record: "requires torchvision" not in str(record.msg))
     for message in _OF_LIBRARIES:
         warnings.filterwarnings("ignore", message=message)
-
-
-def _is_not_of_torchvision(record: logging.LogRecord) -> bool:
-    return "requires torchvision" not in str(record.msg)
 
 
 _OF_LIBRARIES = (

@@ -272,8 +272,7 @@ def tflop_of(run: RunConfig, data: Any) -> float | None:
 def pixels_of(data: Any) -> tuple[int, int]:
     """(height, width) of the images in the network, with a strip above them; of several shapes the largest with it,
     because a strip is as wide as the image."""
-    strip = getattr(data, "reference_strip", None) or 0
-    return max(((height + strip, width) for height, width in data.sizes), key=math.prod)
+    return max(data.page_sizes, key=math.prod)
 
 
 def judges(run: RunConfig, images: float, evaluated: float) -> Iterator[tuple[str, Judged]]:
@@ -325,7 +324,7 @@ def details_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
     if isinstance(run.algorithm, Objective):
         yield "a forward", forward_told(run)
     if known.tflop_per_forward is not None and known.tflops is not None:
-        size = " x ".join(map(str, run.data.size))
+        size = " x ".join(map(str, pixels_of(run.data)))
         yield "TFLOP", f"{known.tflop_per_forward:.3g} a forward at {size}"
 
 

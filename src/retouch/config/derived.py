@@ -154,7 +154,7 @@ def derive(run: RunConfig, world_size: int = 1) -> Derived:
         forwards_per_image=forwards_per_image(run, per_epoch),
         decoder_backwards_per_image=algorithm.decoder_backwards(run),
         state_bytes_per_weight=4 * (2 + len(snapshots(run))) + moment_bytes(run),
-        vision_tokens=max(map(run.model.vision_tokens, run.data.sizes)) if "source" in run.data.has_images else 0,
+        vision_tokens=max(map(run.model.vision_tokens, run.data.page_sizes)) if "source" in run.data.has_images else 0,
     )
 
 

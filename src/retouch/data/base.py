@@ -213,15 +213,15 @@ class DataSection(Section):
                     f"{key}.resolution: given shapes for images, but format {self.format!r} has none; set the side of "
                     f"a square, like {min(self.resolution.shapes[0])}, or [height, width]"
                 )
-            return
-        multiple = run.model.size_multiple
-        if any(side % multiple for side in self.size):
+        elif any(side % run.model.size_multiple for side in self.size):
+            multiple = run.model.size_multiple
             nearest = [max(multiple, round(side / multiple) * multiple) for side in self.size]
             raise ValueError(
                 f"{key}.resolution: given {self.resolution}; {run.model.family} needs multiples of {multiple}; "
                 f"set {nearest if nearest[0] != nearest[1] else nearest[0]}"
             )
-        run.model.check_size(key, self.size)
+        for size in self.page_sizes:
+            run.model.check_size(key, size)
 
     @field_validator(*FOLDERS, "path", check_fields=False)
     @classmethod
@@ -255,6 +255,12 @@ class DataSection(Section):
     def sizes(self) -> tuple[Shape, ...]:
         """Every (height, width) that an example may have."""
         return self.resolution.shapes if isinstance(self.resolution, Buckets) else (self.size,)
+
+    @property
+    def page_sizes(self) -> tuple[Shape, ...]:
+        """Every (height, width) that the network may see: an example with the strip of its reference above it."""
+        strip = self.image_options.reference_strip or 0
+        return tuple((height + strip, width) for height, width in self.sizes)
 
     def size_for(self, image: tuple[int, int] | None) -> Shape:
         """(height, width) of the example of an image of this (width, height), or of one without images."""

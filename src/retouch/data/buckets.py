@@ -74,8 +74,6 @@ class Buckets(Section):
                 f"{key}.multiple: given {self.multiple}; {run.model.family} needs multiples of {unit}; set "
                 f"{math.lcm(self.multiple, unit)}"
             )
-        for shape in self.shapes:
-            run.model.check_size(key.removesuffix(".resolution"), shape)
 
     def warnings(self, run: RunConfig) -> Iterable[str]:
         if run.training.compile:

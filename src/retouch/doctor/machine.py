@@ -82,7 +82,9 @@ def extra_lines(needed: Collection[str] | None, optional: Mapping[str, str]) -> 
         what = f"extra {extra}" if extra else "base packages"
         remedy = f'pip install -U "retouch[{extra}]"' if extra else "pip install -U retouch"
         if not problems:
-            yield Line("ok", what, ", ".join(_versions(extra)))
+            yield Line(
+                "ok", what, ", ".join(f"{name} {importlib.metadata.version(name)}" for name, _ in _required(extra))
+            )
         elif not extra or (needed is not None and extra in needed):
             yield Line("fix", what, f"{'; '.join(problems)}: {remedy}")
         elif needed is None:
@@ -101,10 +103,6 @@ def _required(extra: str) -> list[tuple[str, str]]:
     """(name, minimum version or "") of the packages of an extra, or of the base for ""."""
     matches = [_REQUIREMENT.match(text) for text in importlib.metadata.requires("retouch") or []]
     return [(match[1], match[2] or "") for match in matches if match and (match[3] or "") == extra]
-
-
-def _versions(extra: str) -> list[str]:
-    return [f"{name} {importlib.metadata.version(name)}" for name, _ in _required(extra)]
 
 
 def _problem(name: str, least: str) -> str | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -17,6 +17,7 @@ from pydantic import (
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
+    model_validator,
 )
 from pydantic_core import to_jsonable_python
 
@@ -325,6 +326,8 @@ class ModelSection(Section):
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"path", "offload_text_encoders", "offload_vae", "free_text_encoders"}
 
     spec: ClassVar[FamilySpec]
+    variants: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """`variant` -> its hub ids; of variants with as many, the same place is the same size."""
 
     family: str
     """Registered name of the family."""
@@ -385,6 +388,18 @@ class ModelSection(Section):
                 f"{cls.__name__}.spec.family: given {spec.family!r}, but the field family is {names[0]!r}; set "
                 f"family={names[0]!r} in the FamilySpec"
             )
+
+    @model_validator(mode="after")
+    def _path_is_of_the_variant(self) -> Self:
+        for other, hub_ids in self.variants.items():
+            if self.path in hub_ids and other != (variant := getattr(self, "variant", other)):
+                own = self.variants[variant]
+                fitting = own[hub_ids.index(self.path)] if len(own) == len(hub_ids) else own[-1]
+                raise ValueError(
+                    f"path: given {self.path!r}, but model.variant is {variant!r}; set model.variant={other}, or "
+                    f"model.path={fitting}"
+                )
+        return self
 
     @classmethod
     def is_free_in_epoch(cls, name: str, then: object, now: object) -> bool:

@@ -9,13 +9,13 @@ Legend: B samples, C latent channels, h w latent sides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from retouch.families.inputs import inpainting_inputs
+from retouch.families.inputs import inpainting_inputs, optional_masks, source_pixels
 from retouch.types import Example
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def blending_inputs(
     if any(e.source is not None for e in examples):
         images, mask = inpainting_inputs(examples, model.spec, model.device)
         model.require_size((images.shape[2], images.shape[3]))
-        tensors = {"source_latents": model.autoencoder.encode_once(images), "mask_cells": mask_cells(model, mask)}
+        cells = mask_cells(mask, model.spec.downsampling)
+        tensors = {"source_latents": model.autoencoder.encode_once(images), "mask_cells": cells}
         return tensors, mask, (images.shape[2], images.shape[3])
     sizes = {e.size for e in examples}
     size = examples[0].size
@@ -45,9 +46,30 @@ def blending_inputs(
     return {}, None, size
 
 
-def mask_cells(model: FamilyModel, mask: Tensor) -> Tensor:
+def edited_inputs(
+    model: FamilyModel, examples: Sequence[Example], cells: Callable[[Tensor, int], Tensor] | None = None
+) -> tuple[dict[str, Tensor], Tensor | None, tuple[int, int]]:
+    """As `blending_inputs`, of examples that all have a source: without masks there are no `mask_cells`.
+
+    Args:
+        cells: makes these of a mask and the downsampling; None is `mask_cells`.
+
+    Raises:
+        ValueError: an example without a source, some with a mask and some without, or a size that the network cannot
+            take.
+    """
+    pixels = source_pixels(examples, model.spec, model.device)
+    size = (pixels.shape[2], pixels.shape[3])
+    model.require_size(size)
+    tensors = {"source_latents": model.autoencoder.encode_once(pixels)}
+    mask = optional_masks(examples, model.spec, model.device)
+    if mask is not None:
+        tensors["mask_cells"] = (cells or mask_cells)(mask, model.spec.downsampling)
+    return tensors, mask, size
+
+
+def mask_cells(mask: Tensor, factor: int) -> Tensor:
     """A mask [B, 1, H, W] at the cells of the latents [B, 1, h, w], by the nearest pixel."""
-    factor = model.spec.downsampling
     return nn.functional.interpolate(mask, size=(mask.shape[2] // factor, mask.shape[3] // factor))
 
 

@@ -262,18 +262,31 @@ class FamilyModel(ABC):
                     stack.enter_context(part.placement.kept_on_device())
             yield
 
-    def text_tensors(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+    def text_tensors(self, prompts: Sequence[Any]) -> dict[str, Tensor]:
         """Condition tensors [B, ...] of prompts."""
         return self.arranged(self.texts().encode(prompts, self.on_host))
 
-    def guided_texts(self, examples: Sequence[Example], guidance_scale: float) -> dict[str, Tensor]:
+    def guided_texts(
+        self,
+        examples: Sequence[Example],
+        guidance_scale: float,
+        read_as: Callable[[str, int], Any] = lambda prompt, _: prompt,
+    ) -> dict[str, Tensor]:
         """Condition tensors of the prompts of examples, the scale as `guidance` [B] and, where that takes a second
-        forward, those of the empty prompt as `negative_...`: `predict` then doubles the batch of the network."""
-        tensors = self.text_tensors([example.prompt for example in examples])
+        forward, those of the empty prompt as `negative_...`: `predict` then doubles the batch of the network.
+
+        Args:
+            read_as: prompt, place of its example -> what the text encoders read.
+        """
+
+        def read(prompts: Sequence[str]) -> dict[str, Tensor]:
+            return self.text_tensors([read_as(prompt, place) for place, prompt in enumerate(prompts)])
+
+        tensors = read([example.prompt for example in examples])
         tensors["guidance"] = torch.full((len(examples),), guidance_scale, dtype=torch.float32, device=self.device)
         if self.config.forwards_of_guidance(guidance_scale) > 1:
-            empty = self.text_tensors([self.spec.empty_prompt])
-            tensors |= {f"negative_{name}": t.expand_as(tensors[name]) for name, t in empty.items()}
+            empty = read([self.spec.empty_prompt] * len(examples))
+            tensors |= {f"negative_{name}": t for name, t in empty.items()}
         return tensors
 
     def arranged(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -70,6 +70,7 @@ class EmbeddingCache:
         self.folder = folder
         self.fills = create
         self._lacks_image = False
+        self._tiles = model.vae_batch == "tiles"
         self.added = {"prompts": 0, "references": 0, "images": 0}
         now, file = identity(model), folder / "cache.json"
         if create and not file.is_file():
@@ -150,7 +151,8 @@ class EmbeddingCache:
     def _path(self, kind: str, content: bytes) -> Path:
         of = ("image_encoder",) if kind == "reference" else ("vae_files",) if kind == "image" else ("text_files",)
         names = [n for n in self._made_with if n.startswith(of) or n in ("family", "dtype", "max_sequence_length")]
-        model = json.dumps([self._made_with[n] for n in sorted(names)])
+        tiles = ["tiles"] if kind == "image" and self._tiles else []  # their latents differ near the edges of tiles
+        model = json.dumps([self._made_with[n] for n in sorted(names)] + tiles)
         key = hashlib.sha256(model.encode() + bytes(1) + content).hexdigest()
         return self.folder / kind / f"{key}.safetensors"
 

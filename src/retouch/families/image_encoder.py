@@ -210,5 +210,6 @@ def _options(path: str, name: str) -> dict[str, Any]:
 
 
 def picture_key(image: Image.Image) -> str:
-    """Hash of an image's pixels."""
+    """Hash of the pixels of an image, in RGB: equal indices of two palettes are different colours."""
+    image = image.convert("RGB")
     return hashlib.sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).hexdigest()

@@ -53,7 +53,8 @@ def source_pixels(examples: Sequence[Example], spec: FamilySpec, device: torch.d
     rows: list[Tensor] = []
     for example in examples:
         if example.source is None:
-            raise ValueError(f"example {example.id} has no source image; {spec.family} repaints one")
+            verb = "changes" if spec.edits else "repaints"
+            raise ValueError(f"example {example.id} has no source image; {spec.family} {verb} one")
         rows.append(image_pixels(stack_above(example.strip, example.source.convert("RGB"))))
     return torch.stack(rows).to(device)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -82,18 +82,19 @@ class PromptCheck:
             path = _downloaded(path)
         return _readers_of(model.family, model.model_dump_json(), path, embedded)
 
-    def _images(self, section: DataSection, item: ItemFiles) -> tuple[int, ...]:
-        """Tokens of each image that a text encoder reads with the prompt of an item."""
-        tokens = max(map(self.run.model.vision_tokens, section.sizes))
-        return (tokens,) * (1 + len(item.more_paths)) if tokens and item.source_path is not None else ()
+    def _images(self, section: DataSection) -> Callable[[ItemFiles], tuple[int, ...]]:
+        """Item -> tokens of each image that a text encoder reads with its prompt."""
+        edited, more = (max(map(self.run.model.vision_tokens, sizes)) for sizes in (section.page_sizes, section.sizes))
+        return lambda item: (edited, *[more] * len(item.more_paths)) if edited and item.source_path is not None else ()
 
     def _cut(self, reader: PromptReader, section: DataSection, items: Sequence[ItemFiles]) -> dict[int, int]:
         """Position -> tokens, of the prompts that a text encoder does not read whole."""
         least, asked = lru_cache(maxsize=None)(partial(reader.count, "")), dict[int, Asked]()
+        images_of = self._images(section)
         for position, item in enumerate(items):
             if item.embedding_path is not None and reader.name == self.run.model.spec.embedded_encoder:
                 continue  # a file has its output
-            images = self._images(section, item)
+            images = images_of(item)
             # a tokenizer makes at most one token of an ASCII character: most prompts are not tokenized
             if item.prompt.isascii() and len(item.prompt) + least(images) + _SLACK <= reader.length:
                 continue
@@ -107,10 +108,11 @@ class PromptCheck:
         # without such a reward, quotes are a part of the description: a run that began before them keeps its items
         quoted = bool(reading_rewards(self.run))
         texts, asked = dict[int, str | None](), dict[int, Asked]()
+        images_of = self._images(section)
         for position, item in items.items():
             if item.embedding_path is None:
                 texts[position], end = _end_of_text(item, quoted=quoted)
-                asked[position] = item.prompt[:end], self._images(section, item)
+                asked[position] = item.prompt[:end], images_of(item)
         ends = {name: _counted(reader, asked.values(), closed=False) for name, reader in readers.items()}
         return {
             position: self._problem(readers, items[position], texts[position], {name: ends[name][one] for name in ends})

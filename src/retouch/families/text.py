@@ -6,6 +6,7 @@ run is cached: a T5-XXL beside the network would take 9.5 GB for nothing.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,7 @@ Networks = Callable[[Any, str], Any]
 """(class, subfolder) -> a network of a model; None where prompts are only counted."""
 
 
-class PromptReader(Protocol):
+class PromptReader(ABC):
     """A text encoder as far as tokens are concerned: its tokenizer and its limit, with or without its network.
 
     Attributes:
@@ -50,15 +51,16 @@ class PromptReader(Protocol):
         fixed: whether the model sets the length, and not the run file.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str = "text_encoder"
+    length: int
+    fixed: bool = False
 
     @property
-    def length(self) -> int: ...
+    def reader(self) -> PromptReader:
+        """Itself, as an encoder (`PromptEncoder`)."""
+        return self
 
-    @property
-    def fixed(self) -> bool: ...
-
+    @abstractmethod
     def counts(self, prompts: Sequence[str], images: Sequence[int] = (), *, closed: bool = True) -> list[int]:
         """Tokens of whole prompts, of which `length` are read, as the encoder counts them: with the chat around each.
 
@@ -67,35 +69,14 @@ class PromptReader(Protocol):
             images: tokens of each image that the encoder reads with a prompt.
             closed: False counts up to the end of the prompt, if what follows it is the first to be cut.
         """
-        ...
 
     def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
         """`counts` of one prompt."""
-        ...
+        return self.counts([prompt], images, closed=closed)[0]
 
     def unknown(self, characters: Sequence[str]) -> list[str]:
-        """Those that the tokenizer replaces by its unknown token: the encoder cannot distinguish them."""
-        ...
-
-
-class CountsPrompts:
-    """A text encoder that is its own `PromptReader`, by its `counts`: of the usual name, with a limit of the run
-    file."""
-
-    name: str = "text_encoder"
-    fixed: bool = False
-
-    @property
-    def reader(self) -> PromptReader:
-        reader: Any = self
-        return reader
-
-    def count(self, prompt: str, images: Sequence[int] = (), *, closed: bool = True) -> int:
-        reader: Any = self
-        return reader.counts([prompt], images, closed=closed)[0]
-
-    def unknown(self, characters: Sequence[str]) -> list[str]:
-        """None: the tokens of the language models here are of bytes."""
+        """Those that the tokenizer replaces by its unknown token: the encoder cannot distinguish them. None by default:
+        the tokens of the language models here are of bytes."""
         return []
 
 
@@ -117,7 +98,27 @@ class PromptEncoder(Protocol):
 
 
 @dataclass(frozen=True)
-class TextEncoder(CountsPrompts):
+class Encoding:
+    """A `PromptEncoder` of one more tensor of what a text encoder reads, such as its lengths.
+
+    Attributes:
+        reader: the text encoder, with its `model`.
+        make: prompts -> the tensor [B, ...].
+    """
+
+    reader: Any
+    make: Callable[[Sequence[Any]], Tensor]
+
+    @property
+    def model(self) -> Any:
+        return self.reader.model
+
+    def __call__(self, prompts: Sequence[Any]) -> Tensor:
+        return self.make(prompts)
+
+
+@dataclass(frozen=True)
+class TextEncoder(PromptReader):
     """An encoder, its tokenizer, and the output that is used.
 
     Attributes:

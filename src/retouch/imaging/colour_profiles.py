@@ -32,16 +32,13 @@ def in_srgb(image: Image.Image) -> Image.Image:
     # alone, grey as grey, and get their alpha back.
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         alpha = image.convert("RGBA").getchannel("A")
-        shown = _converted(image.convert("LA").getchannel("L") if _is_grey(image) else _opaque(image), profile)
+        grey = image.mode in ("1", "L", "LA")
+        shown = _converted(image.convert("LA").getchannel("L") if grey else _opaque(image), profile)
         if shown is None:
             return image
         shown.putalpha(alpha)
         return shown
     return _converted(image if image.mode in _COLOURS_OF else _opaque(image), profile) or image
-
-
-def _is_grey(image: Image.Image) -> bool:
-    return image.mode in ("1", "L", "LA")
 
 
 def _opaque(image: Image.Image) -> Image.Image:

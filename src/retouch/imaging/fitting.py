@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 from PIL import Image
 
-from retouch.imaging.masks import MASK_THRESHOLD, Box
+from retouch.imaging.masks import MASK_THRESHOLD, Box, Pixels
 
 Fit = Literal["crop", "stretch"]
 
@@ -140,3 +140,11 @@ def resize(image: Image.Image, scaled: tuple[int, int], box: Box) -> Image.Image
     if image.size == scaled:
         return image.crop(box)
     return image.resize(scaled, Image.Resampling.LANCZOS).crop(box)
+
+
+def of_size(pixels: Pixels, other: Pixels, resampling: Image.Resampling) -> Pixels:
+    """An image [h, w, 3] at the size of another one [H, W, 3]."""
+    height, width = other.shape[:2]
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    return np.asarray(Image.fromarray(pixels).resize((width, height), resampling))

@@ -39,7 +39,7 @@ def fid(a: Features, b: Features) -> float:
 
 def kid(a: Features, b: Features) -> float:
     """1000 x the unbiased estimate of MMD² with the kernel (x·y / D + 1)³, over all pairs."""
-    return 1000 * _mmd(*(_cubic(x, y) for x, y in ((a, a), (b, b), (a, b))), unbiased=True)
+    return 1000 * _mmd(*((x @ y.T / x.shape[1] + 1) ** 3 for x, y in ((a, a), (b, b), (a, b))), unbiased=True)
 
 
 def cmmd(a: Features, b: Features) -> float:
@@ -97,10 +97,6 @@ def _rows_by_example(examples: Iterable[Hashable]) -> dict[Hashable, list[int]]:
 def _root(x: Features) -> Features:
     """R [min(N, D), D] with Rᵀ R = covariance."""
     return np.asarray(np.linalg.qr((x - x.mean(0)) / np.sqrt(len(x) - 1), mode="r"))
-
-
-def _cubic(x: Features, y: Features) -> Features:
-    return (x @ y.T / x.shape[1] + 1) ** 3
 
 
 def _gaussian(x: Features, y: Features) -> Features:

@@ -179,7 +179,7 @@ def gold_comparisons(
 
 def statistic_drifts(name: str, before: float, now: float, factor: float = 2.0) -> str | None:
     """The alarm for an image statistic that grew or shrank by more than `factor`."""
-    if before > 0 and not before / factor <= now <= before * factor:
+    if before > 0 and math.isfinite(now) and not before / factor <= now <= before * factor:
         return f"{name.removeprefix(PREFIX)} of the images was {before:.3g} and is {now:.3g}"
     return None
 
@@ -190,7 +190,7 @@ def images_collapse(before: float, now: float, factor: float = 2.0) -> str | Non
     Args:
         before, now: means of `nearest_distances`.
     """
-    if now < before / factor:
+    if math.isfinite(now) and now < before / factor:
         return f"images become too similar: the mean distance to the nearest other was {before:.3g} and is {now:.3g}"
     return None
 

@@ -31,7 +31,7 @@ _SAME_IMAGES = (
     "offload_text_encoders", "offload_vae", "free_text_encoders", "embeddings", "init", "initial_adapter",
     "reference_dropout",
 )  # fmt: skip
-"""Options of `model` that change no image of given weights."""
+"""Options of `model` that change no image of given weights; of `vae_batch`, which has its own rule, all but "tiles"."""
 
 _COMPLETIONS = ("conditioning", "negative_encoder", "on_overflow")
 """Options of vlm_grpo that change the conditions of images."""
@@ -138,7 +138,11 @@ def _sampler(run: Record) -> dict[str, Any]:
     algorithm = run["algorithm"]
     trl = {**TRL_DEFAULTS, **SAMPLING, **(algorithm.get("trl") or {})}
     return {
-        **{key: _name_of(key, value) for key, value in model.items() if key.split(".")[-1] not in _SAME_IMAGES},
+        **{
+            key: _name_of(key, value)
+            for key, value in model.items()
+            if key.split(".")[-1] not in _SAME_IMAGES and (key != "model.vae_batch" or value == "tiles")
+        },
         "training.mixed_precision": run["training"]["mixed_precision"],
         **{f"algorithm.{name}": algorithm.get(name) for name in _COMPLETIONS},
         **{

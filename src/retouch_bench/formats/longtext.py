@@ -33,7 +33,13 @@ class LongTextData(DataSection):
         return any((path / name).is_file() for name in FILES.values()) or path.name in FILES.values()
 
     def listing(self) -> Path:
-        return file_in(local_path(self.path), FILES[self.language])
+        file = file_in(local_path(self.path), FILES[self.language])
+        of = next((language for language, name in FILES.items() if name == file.name), self.language)
+        if of != self.language:  # another language is counted in other units
+            raise DataError(
+                f"data.language: given {self.language!r}, but {file} is the list of {of!r}; set language={of}"
+            )
+        return file
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         file = self.listing()

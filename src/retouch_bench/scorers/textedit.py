@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 from PIL import Image
 
+from retouch.imaging.fitting import of_size
 from retouch.imaging.lines import BETWEEN_LINES, Bounds
 from retouch.rewards.protocol import RewardItem, text_to_read
 from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer
@@ -176,12 +176,9 @@ class TextEditScorer(ReadingScorer[TextEditReward]):
             return Failure("bad_item", f"metadata.source_text is {before!r}; set it to the text that is replaced")
         if item.source is None:
             return Failure("bad_item", "no source image")
-        height, width = item.source.shape[:2]
-        shown = Image.fromarray(item.image)
-        resized = shown if shown.size == (width, height) else shown.resize((width, height), Image.Resampling.LANCZOS)
         source, output = (
             [BoxedText(line.text, line.bounds) for line in lines]
-            for lines in self.find_lines([item.source, np.asarray(resized)])
+            for lines in self.find_lines([item.source, of_size(item.image, item.source, Image.Resampling.LANCZOS)])
         )
         scores = edit_scores(source, output, before, target)
         detail: dict[str, Any] = {"text": BETWEEN_LINES.join(one.text for one in output), **asdict(scores)}

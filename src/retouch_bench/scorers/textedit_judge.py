@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
-import numpy as np
 from PIL import Image
 from pydantic import model_validator
 
@@ -21,7 +20,8 @@ from retouch.config.base import Count, NonNegative, Text
 from retouch.errors import ConfigError, shown
 from retouch.files import plain_json
 from retouch.files.disk import expanded
-from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
+from retouch.imaging.fitting import of_size
+from retouch.rewards.protocol import RewardItem, text_to_read
 from retouch.rewards.scorers.copied_texts import constants_of
 from retouch.rewards.scorers.judge_client import image_part
 from retouch.rewards.scorers.judged import (
@@ -144,7 +144,7 @@ class TextEditJudgeScorer(JudgeScorer[TextEditJudgeReward]):
         assert item.source is not None and item.reference is not None  # spec.needs
         own = self.options.wording == "own"
         text = self.question.replace(_BEFORE, before).replace(_AFTER, after)
-        images = (item.source, item.reference, _of_size(item.image, item.source))
+        images = (item.source, item.reference, of_size(item.image, item.source, Image.Resampling.LANCZOS))
         integer = {"type": "integer", "enum": sorted(SHARES)}
         schema = schema_of("scores", {_REASON: {"type": "string"}, **dict.fromkeys(PARTS, integer)})
         return self._structured(
@@ -221,11 +221,3 @@ def read_question(path: str) -> str:
     if not found:
         raise ConfigError(f"{where}, which has no text with {_BEFORE} and {_AFTER}; give {_WHERE}")
     return found[0].replace("{{", "{").replace("}}", "}") if file.suffix == ".py" else found[0]
-
-
-def _of_size(pixels: Pixels, other: Pixels) -> Pixels:
-    """The image at the size of another one, by Lanczos, as published."""
-    height, width = other.shape[:2]
-    if pixels.shape[:2] == (height, width):
-        return pixels
-    return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.LANCZOS))

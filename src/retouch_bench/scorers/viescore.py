@@ -17,13 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 from PIL import Image
 
 from retouch.config.base import Count, NonNegative
 from retouch.files import plain_json
+from retouch.imaging.fitting import of_size
 from retouch.rewards.base import Question
-from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import Encoding, image_part
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer, whole
 from retouch.types import Failure, Outcome, Score
@@ -95,7 +95,7 @@ class VieScoreScorer(JudgeScorer[VieScoreReward]):
         shown = [item.image]
         if o.task == "edit":
             assert item.source is not None  # spec.needs
-            sample = _of_size(item.image, item.source)
+            sample = of_size(item.image, item.source, Image.Resampling.BICUBIC)  # as published
             shown = [item.source, sample] if semantic else [sample]
         text = question.replace(_SLOT[o.task], item.prompt) if semantic else question
         count = len(_SEMANTIC[o.task] if semantic else _QUALITY)
@@ -144,14 +144,6 @@ def _scores(text: str) -> Any:
     if isinstance(found, dict) and "score" not in found:
         raise ValueError("score is missing")
     return cast("dict[str, Any]", found)["score"] if isinstance(found, dict) else found
-
-
-def _of_size(pixels: Pixels, other: Pixels) -> Pixels:
-    """The image at the size of another one, bicubic, as published."""
-    height, width = other.shape[:2]
-    if pixels.shape[:2] == (height, width):
-        return pixels
-    return np.asarray(Image.fromarray(pixels).resize((width, height)))
 
 
 @cache

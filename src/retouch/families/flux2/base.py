@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from retouch.core.schedule import FlowSchedule, Schedule
-from retouch.families.blending import blended, blending_inputs
+from retouch.families.blending import blended, blending_inputs, edited_inputs
 from retouch.families.diffusion import FamilyModel
 from retouch.families.flux2.spec import Flux2Section
 from retouch.families.guidance import doubled, guided, halves
-from retouch.families.inputs import optional_masks, reference_pixels, source_pixels
+from retouch.families.inputs import reference_pixels
 from retouch.families.loading import ModelFilesError, load_component
 from retouch.families.text import Networks, TextEncoders, drop_layers
 from retouch.families.tiny import start_orthogonal
@@ -156,24 +156,14 @@ class Flux2Model(FamilyModel):
         """
         self.require_guidance(guidance_scale)
         tensors = self.guided_texts(examples, guidance_scale)
-        images, mask, size = self._sources(examples)
+        if all(e.source is None for e in examples):
+            images, mask, size = blending_inputs(self, examples)  # nothing to blend: the common size
+        else:
+            images, mask, size = edited_inputs(self, examples, rounded_mask_cells)
         if self.config.reference_images:
             references = torch.stack([reference_pixels(e, size) for e in examples]).to(self.device)
             images["reference_latents"] = self.autoencoder.encode_once(references)
         return Condition(tensors | images, mask, size)
-
-    def _sources(self, examples: Sequence[Example]) -> tuple[dict[str, Tensor], Tensor | None, tuple[int, int]]:
-        """`source_latents` [B, C, h, w] and `mask_cells` [B, 1, h, w] in {0, 1} where there are any; mask and size."""
-        if all(e.source is None for e in examples):
-            return blending_inputs(self, examples)  # nothing to blend: the common size
-        pixels = source_pixels(examples, self.spec, self.device)
-        size = (pixels.shape[2], pixels.shape[3])
-        self.require_size(size)
-        tensors = {"source_latents": self.autoencoder.encode_once(pixels)}
-        mask = optional_masks(examples, self.spec, self.device)
-        if mask is not None:
-            tensors["mask_cells"] = rounded_mask_cells(mask, self.spec.downsampling)
-        return tensors, mask, size
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Velocity [B, C, h, w] at sigma `t` [B], with guidance; outside the mask the one that leads to the source."""

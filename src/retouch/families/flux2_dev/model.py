@@ -22,7 +22,7 @@ from transformers.processing_utils import ProcessorMixin
 from retouch.families.flux2.base import Flux2Model, quarters, tiny_parts
 from retouch.families.flux2_dev.spec import Flux2DevModel
 from retouch.families.flux2_dev.tiny import CHAT_TEMPLATE, byte_tokenizer, mistral3
-from retouch.families.text import CountsPrompts, counted_chats, layer_states
+from retouch.families.text import PromptReader, counted_chats, layer_states
 
 
 class TextProcessor(ProcessorMixin):
@@ -34,7 +34,7 @@ class TextProcessor(ProcessorMixin):
 
 
 @dataclass(frozen=True)
-class SystemChat(CountsPrompts):
+class SystemChat(PromptReader):
     """A prompt after the system message of the released model -> states [S, D], as an encoder of
     `retouch.families.text.TextEncoders`.
 

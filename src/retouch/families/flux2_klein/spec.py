@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
-
-from pydantic import model_validator
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
 from retouch.families.base import FamilySpec
 from retouch.families.flux2.spec import FACTS, Flux2Section, networks, released
 from retouch.families.qwen3.spec import QWEN3_4B
-from retouch.families.variants import require_variant
 
 KleinVariant = Literal["base", "distilled"]
 
@@ -45,17 +43,13 @@ class Flux2KleinModel(Flux2Section):
         hub_ids=(RELEASED["base"][0], RELEASED["distilled"][0]),
         doubles_for_guidance=True,
     )
+    variants: ClassVar[Mapping[str, Sequence[str]]] = RELEASED
 
     family: Literal["flux2_klein"] = "flux2_klein"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = RELEASED["base"][0]
     """A hub id or a folder in the diffusers layout."""
     variant: KleinVariant = "base"
     """"base" is klein-base; "distilled" is klein, which was distilled to sample in 4 steps without guidance."""
-
-    @model_validator(mode="after")
-    def _path_is_of_the_variant(self) -> Self:
-        require_variant(self.path, self.variant, RELEASED)
-        return self
 
     @property
     def has_released_sizes(self) -> bool:

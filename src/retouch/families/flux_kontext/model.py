@@ -18,12 +18,11 @@ from diffusers import FluxKontextPipeline
 from torch import Tensor, nn
 
 from retouch.families import tiny
-from retouch.families.blending import blended, mask_cells
+from retouch.families.blending import blended, edited_inputs
 from retouch.families.diffusion import pack
 from retouch.families.flux.base import FluxModel, grid_ids, tiny_parts
 from retouch.families.flux_kontext.spec import FluxKontextModel
-from retouch.families.inputs import image_pixels, optional_masks, reference_pixels
-from retouch.imaging.fitting import stack_above
+from retouch.families.inputs import reference_pixels
 from retouch.types import Condition, Example
 
 
@@ -46,15 +45,8 @@ class FluxKontext(FluxModel):
             ValueError: an example without a source, some with a mask and some without, a reference image without a
                 mask, or a size that the network does not take.
         """
-        images = torch.stack([self._source(example) for example in examples]).to(self.device)
-        mask = optional_masks(examples, self.spec, self.device)
-        tensors = {
-            **self.encoded_texts(examples, guidance_scale),
-            "source_latents": self.autoencoder.encode_once(images),
-        }
-        if mask is not None:
-            tensors["mask_cells"] = mask_cells(self, mask)
-        size = (images.shape[2], images.shape[3])
+        images, mask, size = edited_inputs(self, examples)
+        tensors = self.encoded_texts(examples, guidance_scale) | images
         if self.config.reference_images:
             if mask is None:
                 raise ValueError(
@@ -64,13 +56,6 @@ class FluxKontext(FluxModel):
             references = torch.stack([reference_pixels(example, size) for example in examples]).to(self.device)
             tensors["reference_latents"] = self.autoencoder.encode_once(references)
         return Condition(tensors, mask, size)
-
-    def _source(self, example: Example) -> Tensor:
-        if example.source is None:
-            raise ValueError(f"example {example.id} has no source image; {self.spec.family} changes one")
-        image = stack_above(example.strip, example.source.convert("RGB"))
-        self.require_size((image.height, image.width))
-        return image_pixels(image)
 
     def sequence(self, x: Tensor, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The noisy latents, then the source, or the reference image in its place."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import Qwen2_5_VLProcessor
 
 from retouch.families.loading import ModelFilesError
-from retouch.families.text import CountsPrompts, PromptReader, token_counts
+from retouch.families.text import Encoding, PromptReader, token_counts
 
 Task = Literal["draw", "edit", "edit_plus"]
 """Chat template of a prompt: text to image, one image to edit, or numbered images to edit."""
@@ -121,7 +121,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class ChatStates(CountsPrompts):
+class ChatStates(PromptReader):
     """A prompt and images in the chat of a task -> states of the vision-language model after the system part.
 
     Attributes:
@@ -210,36 +210,20 @@ def without_tokens_before(inputs: Mapping[str, Tensor], tail: int, count: int) -
     }
 
 
-@dataclass(frozen=True)
-class PaddedChats:
-    """Stored prompts of a family -> states of their chats, padded to one length.
+def chat_encoders(chat: ChatStates, read: Callable[[Any], tuple[str, Sequence[Image]]]) -> Mapping[str, Encoding]:
+    """`text` [B, S, D] and `text_mask` [B, S] of the conditions of a family: states of chats, padded to one length, and
+    which of them are no padding.
 
-    Attributes:
+    Args:
         read: the prompt and the images of a stored one.
-        states: the states [B, S, D]; False: which of them are no padding [B, S].
     """
 
-    chat: ChatStates
-    read: Callable[[Any], tuple[str, Sequence[Image]]]
-    states: bool
+    def states(texts: Sequence[Any]) -> Tensor:
+        rows = [chat(*read(text)) for text in texts]
+        return torch.stack([nn.functional.pad(row, (0, 0, 0, chat.length - len(row))) for row in rows])
 
-    @property
-    def model(self) -> Any:
-        return self.chat.model
+    def mask(texts: Sequence[Any]) -> Tensor:
+        counts = torch.tensor([[chat.kept(*read(text))] for text in texts], dtype=torch.int64)
+        return (torch.arange(chat.length, dtype=torch.int64) < counts).float()
 
-    @property
-    def reader(self) -> PromptReader:
-        return self.chat
-
-    def __call__(self, texts: Sequence[Any]) -> Tensor:
-        length = self.chat.length
-        if not self.states:
-            counts = torch.tensor([[self.chat.kept(*self.read(text))] for text in texts], dtype=torch.int64)
-            return (torch.arange(length, dtype=torch.int64) < counts).float()
-        rows = [self.chat(*self.read(text)) for text in texts]
-        return torch.stack([nn.functional.pad(row, (0, 0, 0, length - len(row))) for row in rows])
-
-
-def chat_encoders(chat: ChatStates, read: Callable[[Any], tuple[str, Sequence[Image]]]) -> Mapping[str, PaddedChats]:
-    """`text` and `text_mask` of a family's conditions; arguments as of `PaddedChats`."""
-    return {"text": PaddedChats(chat, read, states=True), "text_mask": PaddedChats(chat, read, states=False)}
+    return {"text": Encoding(chat, states), "text_mask": Encoding(chat, mask)}

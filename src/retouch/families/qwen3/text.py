@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retouch.families.text import CountsPrompts, PromptReader, counted_chats, layer_states, token_counts
+from retouch.families.text import PromptReader, counted_chats, layer_states, token_counts
 
 
 @dataclass(frozen=True)
-class Qwen3States(CountsPrompts):
+class Qwen3States(PromptReader):
     """A prompt -> states of a Qwen3 [S, n D], as an encoder of `retouch.families.text.TextEncoders`.
 
     Attributes:
@@ -69,23 +69,7 @@ class Qwen3States(CountsPrompts):
         states = layer_states(self.model, chats, self.layers)
         return nn.functional.pad(states, (0, 0, 0, self.length - states.shape[1]))
 
-
-@dataclass(frozen=True)
-class ChatLengths:
-    """A prompt -> L of its chat [] int64: how many of the states of `chat` are no padding."""
-
-    chat: Qwen3States
-
-    @property
-    def model(self) -> Any:
-        return self.chat.model
-
-    @property
-    def reader(self) -> PromptReader:
-        return self.chat
-
-    def __call__(self, prompts: Sequence[str]) -> Tensor:
-        """[B] int64."""
-        return torch.tensor(
-            [int(self.chat.tokens(prompt)["attention_mask"].sum()) for prompt in prompts], dtype=torch.int64
-        )
+    def lengths(self, prompts: Sequence[str]) -> Tensor:
+        """[B] int64: how many of the states of each are no padding."""
+        counts = [int(self.tokens(prompt)["attention_mask"].sum()) for prompt in prompts]
+        return torch.tensor(counts, dtype=torch.int64)

@@ -23,9 +23,9 @@ from retouch.families.inputs import reference_inputs
 from retouch.families.loading import load_component
 from retouch.families.qwen import tiny
 from retouch.families.qwen.base import NEGATIVE, QwenModel
-from retouch.families.qwen.text import ChatStates, PaddedChats, chat_encoders
+from retouch.families.qwen.text import ChatStates, chat_encoders
 from retouch.families.qwen_image.spec import QwenImageModel
-from retouch.families.text import Networks, TextEncoders
+from retouch.families.text import Encoding, Networks, TextEncoders
 from retouch.types import Condition, Example
 
 __all__ = ["NEGATIVE", "QwenImage"]
@@ -39,7 +39,7 @@ class QwenImage(QwenModel):
     @classmethod
     def text_encoders(
         cls, config: QwenImageModel, path: str, network: Networks, *, embedded: bool
-    ) -> Mapping[str, PaddedChats]:
+    ) -> Mapping[str, Encoding]:
         model = network(Qwen2_5_VLForConditionalGeneration, "text_encoder")
         tokenizer = load_component(AutoTokenizer, path, "tokenizer", None)
         return chat_encoders(ChatStates(model, tokenizer, None, "draw", config.max_sequence_length), _prompt_alone)

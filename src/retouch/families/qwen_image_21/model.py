@@ -40,8 +40,8 @@ from retouch.families.qwen.text import CHAT_TEMPLATE, Shown
 from retouch.families.qwen.tiny import byte_qwen_tokenizer, special_tokens
 from retouch.families.qwen_image_21.network import SLOT_TOKENS, arranged
 from retouch.families.qwen_image_21.spec import QwenImage21Model
-from retouch.families.qwen_image_21.text import PADDING, SLOT, ImageTextProcessor, PromptKinds, PromptStates
-from retouch.families.text import Networks, TextEncoders
+from retouch.families.qwen_image_21.text import PADDING, SLOT, ImageTextProcessor, PromptStates
+from retouch.families.text import Encoding, Networks, TextEncoders
 from retouch.families.tiny import SHIFTED
 from retouch.families.vae import QwenAutoencoder
 from retouch.files.hub import refusal, require_hub
@@ -160,19 +160,12 @@ class QwenImage21(FamilyModel):
             raise ValueError(f"examples have {counts} source images; a batch needs as many in each")
         for source in (source for row in sources for source in row):
             self.require_size((source.height, source.width))
-        text = self.texts()
-        if sources[0] and text.stored is not None:
+        if sources[0] and self.texts().stored is not None:
             raise ValueError(
                 "model.embeddings: stored by the prompt alone, but the examples have source images, which the text "
                 "encoder reads with the prompt; set model.embeddings=null"
             )
-        tensors = {
-            **text.encode([_text(e.prompt, row) for e, row in zip(examples, sources, strict=True)], self.on_host),
-            "guidance": torch.full((len(examples),), guidance_scale, dtype=torch.float32, device=self.device),
-        }
-        if guidance_scale > 1:
-            negative = text.encode([_text(self.spec.empty_prompt, row) for row in sources], self.on_host)
-            tensors |= {f"negative_{name}": t for name, t in negative.items()}
+        tensors = self.guided_texts(examples, guidance_scale, lambda prompt, place: _text(prompt, sources[place]))
         # Without sources there is nothing to keep outside a mask: `blending_inputs` only requires one size of all
         # examples. With sources and masks, `predict` keeps the latents of the first source.
         if not sources[0]:
@@ -181,7 +174,7 @@ class QwenImage21(FamilyModel):
         tensors |= picture_tensors([[self._latents(source) for source in row] for row in sources])
         mask = optional_masks(examples, self.spec, self.device)
         if mask is not None:
-            tensors["mask_cells"] = mask_cells(self, mask)
+            tensors["mask_cells"] = mask_cells(mask, self.spec.downsampling)
         return Condition(tensors, mask, (sources[0][0].height, sources[0][0].width), self.on_host)
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
@@ -255,7 +248,7 @@ def _text(prompt: str, sources: Sequence[Image]) -> str | Shown:
 
 
 def _encoders(states: PromptStates) -> Mapping[str, Any]:
-    return {"text": states, "text_kinds": PromptKinds(states)}
+    return {"text": states, "text_kinds": Encoding(states, states.kinds)}
 
 
 def _index_of(path: str) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Qwen3VLProcessor
 
 from retouch.families.qwen.text import SEEN, Shown, without_tokens_before
-from retouch.families.text import CountsPrompts, PromptReader, token_counts
+from retouch.families.text import PromptReader, token_counts
 
 SYSTEM = "Comprehend and analyze the provided prompt."
 """System message that the released model was trained with."""
@@ -43,7 +43,7 @@ def chat(prompt: str, images: int = 0) -> str:
 
 
 @dataclass(frozen=True)
-class PromptStates(CountsPrompts):
+class PromptStates(PromptReader):
     """A prompt, alone or with images (`Shown`) -> states of the vision-language model.
 
     Attributes:
@@ -66,7 +66,11 @@ class PromptStates(CountsPrompts):
         """[B, S, D], padded with zeros behind; S is `length` and the tokens of the images."""
         return torch.stack([self._states(prompt) for prompt in prompts])
 
-    def kinds(self, prompt: str | Shown) -> Tensor:
+    def kinds(self, prompts: Sequence[str | Shown]) -> Tensor:
+        """[B, S] fp32: what each token is, one of PADDING, TEXT and SLOT."""
+        return torch.stack([self._kinds(prompt) for prompt in prompts])
+
+    def _kinds(self, prompt: str | Shown) -> Tensor:
         """[S] fp32: what each token is, one of PADDING, TEXT and SLOT."""
         inputs, drop = self._inputs(prompt)
         kinds = torch.where(self._slots(inputs), SLOT, TEXT)[0, drop:]
@@ -118,22 +122,3 @@ class PromptStates(CountsPrompts):
                 f"{self.length + over - count + 64} or more"
             )
         return without_tokens_before(inputs, len(tokenizer(END).input_ids), over)
-
-
-@dataclass(frozen=True)
-class PromptKinds:
-    """A prompt -> the kinds of its tokens, as an encoder of `retouch.families.text.TextEncoders`."""
-
-    states: PromptStates
-
-    @property
-    def model(self) -> Any:
-        return self.states.model
-
-    @property
-    def reader(self) -> PromptReader:
-        return self.states
-
-    def __call__(self, prompts: Sequence[str | Shown]) -> Tensor:
-        """[B, S] fp32."""
-        return torch.stack([self.states.kinds(prompt) for prompt in prompts])

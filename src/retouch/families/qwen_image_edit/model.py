@@ -24,13 +24,12 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from retouch.families.inputs import optional_masks
 from retouch.families.loading import load_component
 from retouch.families.qwen import tiny
-from retouch.families.qwen.base import NEGATIVE, QwenModel, picture_tensors
-from retouch.families.qwen.text import ChatStates, ImageTextProcessor, PaddedChats, Shown, chat_encoders
+from retouch.families.qwen.base import QwenModel, picture_tensors
+from retouch.families.qwen.text import ChatStates, ImageTextProcessor, Shown, chat_encoders
 from retouch.families.qwen_image_edit.spec import RELEASED, EditVariant, QwenImageEditModel
-from retouch.families.text import Networks, TextEncoders
+from retouch.families.text import Encoding, Networks, TextEncoders
+from retouch.imaging.fitting import stack_above
 from retouch.types import Condition, Example
-
-__all__ = ["QwenImageEdit"]
 
 
 class QwenImageEdit(QwenModel):
@@ -43,7 +42,7 @@ class QwenImageEdit(QwenModel):
     @classmethod
     def text_encoders(
         cls, config: QwenImageEditModel, path: str, network: Networks, *, embedded: bool
-    ) -> Mapping[str, PaddedChats]:
+    ) -> Mapping[str, Encoding]:
         chat = ChatStates(
             network(Qwen2_5_VLForConditionalGeneration, "text_encoder"),
             load_component(AutoTokenizer, path, "tokenizer", None),
@@ -92,7 +91,6 @@ class QwenImageEdit(QwenModel):
             ValueError: an example without a source, several sources of one of which `edit` takes one, not as many
                 in each example, or a size that the network does not take.
         """
-        text = self.texts()
         sources = [self._sources(example) for example in examples]
         if len({len(row) for row in sources}) > 1:
             raise ValueError(
@@ -100,18 +98,14 @@ class QwenImageEdit(QwenModel):
             )
         images = [[self.shown(source) for source in row] for row in sources]
         tensors = {
-            **text.encode([Shown.of(e.prompt, row) for e, row in zip(examples, images, strict=True)], self.on_host),
-            "guidance": torch.full((len(examples),), guidance_scale, dtype=torch.float32, device=self.device),
+            **self.guided_texts(examples, guidance_scale, lambda prompt, place: Shown.of(prompt, images[place])),
             **picture_tensors([[self.encode_picture(source) for source in row] for row in sources]),
         }
-        if guidance_scale > 1:
-            negative = text.encode([Shown.of(NEGATIVE, row) for row in images], self.on_host)
-            tensors |= {f"negative_{name}": t for name, t in negative.items()}
         size = (sources[0][0].height, sources[0][0].width)
         return Condition(tensors, optional_masks(examples, self.spec, self.device), size, self.on_host)
 
     def _sources(self, example: Example) -> list[Image]:
-        """The image that is edited, then the others that `edit_plus` reads."""
+        """The image that is edited, with the strip of its reference above it, then what else `edit_plus` reads."""
         if example.source is None:
             raise ValueError(f"example {example.id} has no source image; qwen_image_edit changes one")
         if example.more_images and not self.config.takes_more_images:
@@ -119,7 +113,7 @@ class QwenImageEdit(QwenModel):
                 f"example {example.id} has {1 + len(example.more_images)} source images, but variant=edit reads one; "
                 "set model.variant=edit_plus"
             )
-        return [example.source, *example.more_images]
+        return [stack_above(example.strip, example.source.convert("RGB")), *example.more_images]
 
 
 def _prompt_and_images(shown: Shown) -> tuple[str, Sequence[Image]]:

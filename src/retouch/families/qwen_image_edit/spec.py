@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Set
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from retouch.config.base import Text
 from retouch.families.base import PROMPT_TOKENS, FamilySpec, patches
 from retouch.families.qwen.spec import FACTS, QwenSection
-from retouch.families.variants import require_variant
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -41,6 +40,7 @@ class QwenImageEditModel(QwenSection):
         has_processor=True,
         hub_ids=(*RELEASED["edit"], *RELEASED["edit_plus"]),
     )
+    variants: ClassVar[Mapping[str, Sequence[str]]] = RELEASED
 
     family: Literal["qwen_image_edit"] = "qwen_image_edit"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = RELEASED["edit"][0]
@@ -59,11 +59,6 @@ class QwenImageEditModel(QwenSection):
     vision_pixels: Annotated[int, Field(ge=1024)] | None = None
     """Area in pixels of the source in the text encoder, 784 a token; null is the source's own for edit, 147456
     (384 x 384) for edit_plus."""
-
-    @model_validator(mode="after")
-    def _path_is_of_the_variant(self) -> Self:
-        require_variant(self.path, self.variant, RELEASED)
-        return self
 
     @property
     def pipeline(self) -> str:
@@ -114,7 +109,8 @@ class QwenImageEditModel(QwenSection):
         taken = self.vision_tokens(size) + CHAT_TOKENS
         if taken >= self.max_sequence_length:
             raise ValueError(
-                f"model.max_sequence_length: given {self.max_sequence_length}, but an image of {key}.resolution "
-                f"{size[0]} x {size[1]} takes {taken} tokens with the chat around it, which leaves none for a prompt; "
-                f"set model.max_sequence_length to {taken + 256} or more, or a smaller model.vision_pixels"
+                f"model.max_sequence_length: given {self.max_sequence_length}, but a source of {size[0]} x "
+                f"{size[1]} ({key}.resolution, with reference_strip) takes {taken} tokens with the chat around it, "
+                f"which leaves none for a prompt; set model.max_sequence_length to {taken + 256} or more, or a smaller "
+                "model.vision_pixels"
             )

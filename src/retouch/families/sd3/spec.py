@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from retouch.families.base import FamilySpec, ModelSection
 from retouch.families.released import CLIP_BIGG, CLIP_L, T5_XXL, autoencoder
-from retouch.families.variants import require_variant
 
 Sd3Variant = Literal["medium", "large", "large_turbo"]
 
@@ -83,6 +83,7 @@ class Sd3Model(ModelSection):
         doubles_for_guidance=True,
         drops_text_stream="partly",
     )
+    variants: ClassVar[Mapping[str, Sequence[str]]] = {variant: (hub_id,) for variant, hub_id in RELEASED.items()}
 
     family: Literal["sd3"] = "sd3"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = RELEASED["medium"]
@@ -93,11 +94,6 @@ class Sd3Model(ModelSection):
     max_sequence_length: Annotated[int, Field(ge=1, le=512)] = 256
     """T5 tokens that a prompt is padded or cut to. The network attends to the padding: the length changes its input.
     Flow-GRPO and DiffusionNFT trained with 128."""
-
-    @model_validator(mode="after")
-    def _path_is_of_the_variant(self) -> Self:
-        require_variant(self.path, self.variant, {variant: (hub_id,) for variant, hub_id in RELEASED.items()})
-        return self
 
     @property
     def has_released_sizes(self) -> bool:

@@ -23,9 +23,9 @@ from retouch.families import tiny
 from retouch.families.blending import blended, blending_inputs
 from retouch.families.diffusion import FamilyModel
 from retouch.families.loading import load_component
-from retouch.families.qwen3.text import ChatLengths, Qwen3States
+from retouch.families.qwen3.text import Qwen3States
 from retouch.families.qwen3.tiny import chat_tokenizer, qwen3
-from retouch.families.text import Networks, TextEncoders
+from retouch.families.text import Encoding, Networks, TextEncoders
 from retouch.families.z_image.spec import ZImageModel
 from retouch.types import Condition, Example
 
@@ -119,7 +119,7 @@ class ZImage(FamilyModel):
 def _chat(encoder: Any, tokenizer: Any, length: int) -> dict[str, Any]:
     """States of the layer before the last [S, D], zeros where a chat is shorter, and L."""
     states = Qwen3States(encoder, tokenizer, length, layers=(-2,), thinking=True, encodes_padding=False)
-    return {"text": states, "text_length": ChatLengths(states)}
+    return {"text": states, "text_length": Encoding(states, states.lengths)}
 
 
 def _rows(tensors: Mapping[str, Tensor], name: str) -> list[Tensor]:

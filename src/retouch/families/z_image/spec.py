@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from retouch.config.base import Positive
 from retouch.families.base import FamilySpec, ModelSection
 from retouch.families.qwen3.spec import QWEN3_4B
 from retouch.families.released import autoencoder
-from retouch.families.variants import require_variant
 
 ZImageVariant = Literal["base", "turbo"]
 
@@ -59,6 +59,7 @@ class ZImageModel(ModelSection):
         hub_ids=tuple(RELEASED.values()),
         doubles_for_guidance=True,
     )
+    variants: ClassVar[Mapping[str, Sequence[str]]] = {variant: (hub_id,) for variant, hub_id in RELEASED.items()}
 
     family: Literal["z_image"] = "z_image"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = RELEASED["base"]
@@ -70,11 +71,6 @@ class ZImageModel(ModelSection):
     cfg_normalization: Positive | None = None
     """Largest norm of a guided prediction, as a multiple of the norm of the prediction with the prompt; null sets no
     limit. `cfg_normalization=True` of the diffusers pipeline is 1."""
-
-    @model_validator(mode="after")
-    def _path_is_of_the_variant(self) -> Self:
-        require_variant(self.path, self.variant, {variant: (hub_id,) for variant, hub_id in RELEASED.items()})
-        return self
 
     @property
     def distilled_steps(self) -> int | None:

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,7 @@ def document(page: Page, live: Mapping[str, Any] | None = None) -> str:
             title=page.title,
             policy=policy(style, scripts, beside=page.beside, live=live is not None),
             style=style,
-            blocks=[_escaped(block) for block in page.blocks],
+            blocks=[replace(block, html=Markup(block.html)) for block in page.blocks],
             data=script_json({**page.data, **(live or {"live": 0})}),
             images=script_json(list(page.images)),
             scripts=scripts,
@@ -134,10 +134,6 @@ def script_json(value: object) -> Markup:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
-
-
-def _escaped(block: Block) -> Block:
-    return Block(block.kind, block.key, Markup(block.html), block.title, block.folded)
 
 
 def _digest(text: str) -> str:
