@@ -171,9 +171,9 @@ class FamilyModel(ABC):
 
     @classmethod
     def require_index(cls, config: Any, index: Mapping[str, Any]) -> None:
-        """Refuse a model that its model_index.json says to be of another family (networks of one class can be of
-        several), or whose pipeline samples otherwise. Another scheduler has other settings of the noise levels, without
-        which diffusers would make this one with a shift of 1.
+        """Refuse a model whose model_index.json names the pipeline of another family (networks of one class can be of
+        several) or, for a flow model, another scheduler: that has other settings of the noise levels, without which
+        diffusers would make this one with a shift of 1.
 
         Raises:
             ModelFilesError: it is.

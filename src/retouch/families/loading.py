@@ -172,9 +172,9 @@ def load_component(
 
 
 def newer_settings(network: Any) -> dict[str, Any]:
-    """What the config.json of a network of diffusers, written by a newer version than the installed one, sets and the
-    class does not know: diffusers loads it without them, and its own warning is silenced here. An older version's are
-    left out: released files have keys that never were settings."""
+    """Settings in the config.json of a network of diffusers that its class does not know, if a newer version than the
+    installed one wrote them: diffusers loads it without them, and its own warning is silenced here. An older version's
+    are left out: released files have keys that never were settings."""
     config: Any = network.config if isinstance(network, ConfigMixin) else {}
     if _release(str(config.get("_diffusers_version", ""))) <= _release(diffusers.__version__):
         return {}

@@ -25,7 +25,7 @@ from retouch.types import Condition, Example
 NEEDED: Mapping[str, Any] = {
     "prediction_type": "epsilon",
     "timestep_spacing": "leading",
-    "rescale_betas_zero_snr": False,  # an alpha_bar of 0: no noise prediction tells the image
+    "rescale_betas_zero_snr": False,  # at an alpha_bar of 0 the image does not follow from the noise
 }
 """Settings of the scheduler."""
 
