@@ -191,8 +191,11 @@ def test_a_pipeline_that_samples_otherwise_is_refused(case: str, of_the_hub: boo
             path = Path(released_folders.into_cache(path, tmp_path / "hub", "some/thing"))
             stack.enter_context(released_folders.in_cache(tmp_path / "hub"))
             stack.enter_context(mock.patch.object(hub, "_hub", hub._Hub()))
+        section = FAMILIES[family].model_validate({"path": str(path)})
         with pytest.raises(ModelFilesError, match=message):
-            load_model(FAMILIES[family].model_validate({"path": str(path)}))
+            load_model(section)
+        [problem] = find_model(section).problems
+        assert re.search(message, problem)
 
 
 def test_parts_that_were_downloaded_without_their_index(cached: Path) -> None:
