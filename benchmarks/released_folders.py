@@ -1,6 +1,6 @@
 """Folders in the hub's layout at released widths and few layers, and every command of a run on them, on a CPU in bf16.
 
-    python benchmarks/released_folders.py --families flux_fill z_image --work /tmp/walk
+    python benchmarks/released_folders.py --families flux_fill z_image --work WORK --out released_folders.json
 
 Weights are random and tokenizers those of bytes; configs, widths, heads and vocabulary sizes are the released ones.
 Autoencoders alone are narrower, and U-Nets run in fp32: a CPU without bf16 instructions takes a minute for an image of
@@ -23,6 +23,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +33,7 @@ import torch
 import transformers
 import yaml
 from accelerate import init_empty_weights
+from loop_overhead import machine
 from random_models import fill
 
 from retouch.families import FAMILIES
@@ -67,6 +69,9 @@ TOKENS = {"flux": 16, "sd3": 16, "qwen": 96, "z_": 64}
 VARIANT = {"sd_inpaint", "sdxl_inpaint"}
 """Families with files of the variant fp16 alone."""
 
+SAVED_AS = {("z_image", "text_encoder"): "Qwen3ForCausalLM"}
+"""(family, folder) -> class that a network was saved as, where its pipeline loads a part of it."""
+
 
 def write_folder(folder: Path, family: str, *, tiny: bool = False, seed: int = 0) -> Path:
     """A model of released widths and few layers.
@@ -83,7 +88,7 @@ def write_folder(folder: Path, family: str, *, tiny: bool = False, seed: int = 0
             network = toy.components[name].to(dtype)
         else:
             with init_empty_weights(include_buffers=False):
-                network = make_network(spec, name, kind)
+                network = make_network(spec, name, SAVED_AS.get((family, name), kind))
             network = fill(network, torch.device("cpu"), dtype, generator, repeats=True)
         options: dict[str, Any] = {"variant": "fp16"} if family in VARIANT else {}
         network.save_pretrained(folder / name, max_shard_size="80KB" if tiny else SHARD, **options)
@@ -96,10 +101,23 @@ def write_folder(folder: Path, family: str, *, tiny: bool = False, seed: int = 0
             name = "processor"
         (part if tiny else lengthened(part)).save_pretrained(folder / name)
         index[name] = [type(part).__module__.split(".")[0], type(part).__name__]
+    if spec.has_processor:
+        as_older(folder / "processor")
     index |= {"feature_extractor": [None, None], "safety_checker": [None, None]} if family == "sd_inpaint" else {}
     index |= {k: v for k, v in toy.config.items() if isinstance(v, bool)}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
     return folder
+
+
+def as_older(processor: Path) -> None:
+    """Write the options of images where transformers wrote them before version 5, when these models were released."""
+    file = processor / "processor_config.json"
+    options = json.loads(file.read_text("utf-8"))
+    images = options.pop("image_processor")
+    size = images["size"]
+    images |= {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]} | options
+    (processor / "preprocessor_config.json").write_text(json.dumps(images, indent=2), encoding="utf-8")
+    file.unlink()
 
 
 def lengthened(part: Any) -> Any:
@@ -134,7 +152,7 @@ NARROW: dict[str, dict[str, Any]] = {
 }
 """Options of autoencoders with the released latents and few channels."""
 
-_CLIP = {"vocab_size": 49408, "num_hidden_layers": 12}
+_CLIP = {"vocab_size": 49408, "num_hidden_layers": 12, "eos_token_id": 2}
 
 PARTS: dict[str, dict[str, Any]] = {
     "AutoencoderKL": {"latent_channels": 16, "scaling_factor": 0.3611, "shift_factor": 0.1159},
@@ -294,23 +312,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=[f for f in FAMILIES if f != "flux2_dev"])
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument(
+        "--dtype", choices=["bf16", "fp32"], default="bf16", help="fp32 is ten times as fast on old CPUs"
+    )
+    parser.add_argument("--out", type=Path, help="JSON whose rows of these families are written anew")
     options = parser.parse_args()
     for family in options.families:
         work: Path = options.work / family
         work.mkdir(parents=True)
         started = time.monotonic()
+        dtype = "fp32" if family in VARIANT else options.dtype
+        row: dict[str, Any] = {"machine": machine(), "dtype": dtype, "commands": {}}
         try:
-            walk_released(family, work, print_outcome)
+            walk_released(family, work, partial(record, row["commands"]), dtype=dtype)
         finally:
             shutil.rmtree(work)
-        print(f"{family:16} {time.monotonic() - started:.0f} s", flush=True)
+        row["seconds"] = round(time.monotonic() - started)
+        print(f"{family:16} {row['seconds']} s", flush=True)
+        if options.out:
+            rows = json.loads(options.out.read_text("utf-8")) if options.out.is_file() else {}
+            options.out.write_text(json.dumps(rows | {family: row}, indent=2) + "\n", encoding="utf-8")
 
 
-def print_outcome(family: str, command: str, code: int, told: str, seconds: float) -> None:
+def record(commands: dict[str, Any], family: str, command: str, code: int, told: str, seconds: float) -> None:
+    """Print the outcome of a command, and add it to its row."""
+    commands[command] = {"exit_code": code, "seconds": round(seconds)}
     print(f"{family:16} {command:22} {code} {seconds:5.0f} s  {told[-1500:].strip() if code else ''}", flush=True)
 
 
-def walk_released(family: str, work: Path, report: Callable[..., None] = lambda *_: None) -> dict[str, tuple[int, str]]:
+def walk_released(
+    family: str, work: Path, report: Callable[..., None] = lambda *_: None, *, dtype: str = "bf16"
+) -> dict[str, tuple[int, str]]:
     """`walk` on a folder of `write_folder`, half of them in a hub cache."""
     path = str(write_folder(work / "model", family))
     with contextlib.ExitStack() as stack:
@@ -318,7 +350,9 @@ def walk_released(family: str, work: Path, report: Callable[..., None] = lambda 
             cache = work / "hub"
             path = into_cache(Path(path), cache, FAMILIES[family].spec.hub_ids[0])
             stack.enter_context(in_cache(cache))
-        options: dict[str, Any] = {"weights_variant": "fp16", "dtype": "fp32"} if family in VARIANT else {}
+        options: dict[str, Any] = (
+            {"weights_variant": "fp16", "dtype": "fp32"} if family in VARIANT else {"dtype": dtype}
+        )
         for start, tokens in TOKENS.items():
             if family.startswith(start):
                 options["max_sequence_length"] = 80 if family == "flux2_klein" else tokens

@@ -297,7 +297,8 @@ def test_sizes_of_a_local_folder_are_claimed_only_if_its_config_has_them(run_wit
     assert released.checkpoint_bytes and released.tflop_per_forward
     config = FAMILIES["flux_fill"].spec.released["transformer"]
     (tmp_path / "transformer").mkdir()
-    for sizes, known in ((config, True), ({**config, "num_layers": 1}, False), (None, False)):
+    null = {**config, "out_channels": None}  # the default of the class
+    for sizes, known in ((config, True), (null, True), ({**config, "num_layers": 1}, False), (None, False)):
         file = tmp_path / "transformer" / "config.json"
         file.unlink(missing_ok=True)
         if sizes is not None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from diffusers import UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
 from huggingface_hub import constants
 from transformers import AutoTokenizer, CLIPTextModel
 
@@ -29,6 +30,7 @@ from retouch.errors import InputError
 from retouch.families import FAMILIES
 from retouch.families.loading import ModelFilesError, is_there, load_component, load_model
 from retouch.families.sd_inpaint.spec import SdInpaintModel
+from retouch.families.tiny import autoencoder
 from retouch.files import hub
 from tests.data.hub_stub import HubStub
 from tests.families.facts import text_length
@@ -152,6 +154,74 @@ def test_a_commit_that_is_not_in_the_cache_any_more(cached: Path) -> None:
     shutil.rmtree(cached)
     with pytest.raises(ConfigError, match="given 'some/thing'; no such folder, and the hub cannot be reached"):
         load_model(SdInpaintModel(path="some/thing"))
+
+
+INDICES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another family on the same network": (
+        "flux_kontext",
+        {"_class_name": "FluxPipeline"},
+        "is a FluxPipeline; model.family needs a FluxKontextPipeline",
+    ),
+    "another variant": ("flux2_klein", {"is_distilled": True}, "is a distilled model; set model.variant=distilled"),
+    "times of its own": ("qwen_image_21", {"sample_sigmas": [1.0, 0.5]}, "sets the 2 sampling times sample_sigmas"),
+    "another scheduler": (
+        "z_image",
+        {"scheduler": ["diffusers", "UniPCMultistepScheduler"]},
+        "has a UniPCMultistepScheduler; z_image reads the noise levels of a FlowMatchEulerDiscreteScheduler",
+    ),
+    "an empty prompt that is encoded": (
+        "sdxl_inpaint",
+        {"force_zeros_for_empty_prompt": False},
+        "has force_zeros_for_empty_prompt false",
+    ),
+}
+"""Case -> family, what its model_index.json has, and why it is refused."""
+
+
+@pytest.mark.parametrize("of_the_hub", [False, True])
+@pytest.mark.parametrize("case", list(INDICES))
+def test_a_pipeline_that_samples_otherwise_is_refused(case: str, of_the_hub: bool, tmp_path: Path) -> None:
+    """Its networks would load: only model_index.json tells it from the family's."""
+    family, index, message = INDICES[case]
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    with ExitStack() as stack:
+        if of_the_hub:
+            path = Path(released_folders.into_cache(path, tmp_path / "hub", "some/thing"))
+            stack.enter_context(released_folders.in_cache(tmp_path / "hub"))
+            stack.enter_context(mock.patch.object(hub, "_hub", hub._Hub()))
+        section = FAMILIES[family].model_validate({"path": str(path)})
+        with pytest.raises(ModelFilesError, match=message):
+            load_model(section)
+        [problem] = find_model(section).problems
+        assert re.search(message, problem)
+
+
+def test_parts_that_were_downloaded_without_their_index(cached: Path) -> None:
+    (cached / "model_index.json").unlink()
+    load_model(SdInpaintModel(path="some/thing", weights_variant="fp16", dtype="fp32"))
+    with pytest.raises(
+        ModelFilesError, match=r"has no model_index.json on this machine, and the hub cannot be reached"
+    ):
+        is_there("some/thing", "text_encoder_3")
+
+
+@pytest.mark.parametrize(("version", "is_told"), [("99.0.0.dev0", True), ("0.36.0.dev0", False)])
+def test_settings_that_the_installed_diffusers_does_not_read(
+    version: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Qwen-Image-Edit-2511's `zero_cond_t` was; Z-Image's `nheads` never was one."""
+    autoencoder().save_pretrained(tmp_path / "vae")
+    file = tmp_path / "vae/config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    more = {"_diffusers_version": version, "zero_cond_t": True, "none_of_its": None, "off": False}
+    file.write_text(json.dumps(config | more), encoding="utf-8")
+    load_component(AutoencoderKL, str(tmp_path), "vae", None)
+    told = (
+        f"model.path: config.json of vae/ of {tmp_path} was written by diffusers {version} and sets zero_cond_t=True,"
+    )
+    assert [message.startswith(told) for message in caplog.messages] == [True] * is_told
 
 
 @pytest.mark.full

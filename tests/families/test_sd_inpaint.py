@@ -288,6 +288,7 @@ def test_ddim_steps_are_those_of_the_scheduler(pipeline: Any, scheduler: Any, et
     [
         ({"prediction_type": "v_prediction"}, "prediction_type 'v_prediction'.*'epsilon'"),
         ({"timestep_spacing": "trailing"}, "timestep_spacing 'trailing'.*'leading'"),
+        ({"rescale_betas_zero_snr": True}, "rescale_betas_zero_snr True.*False"),
     ],
 )
 def test_other_schedulers_are_refused(pipeline: Any, change: dict[str, Any], message: str) -> None:

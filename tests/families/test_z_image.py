@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from retouch.adapters.lora import add_lora, save_lora
+from retouch.doctor.model import find_model
 from retouch.families.base import TrainFull, TrainLora
 from retouch.families.loading import ModelFilesError, load_model
-from retouch.families.meta import component_on_meta, released_networks
+from retouch.families.meta import component_on_meta, other_class, released_networks
 from retouch.families.tiny import tiny_pipeline
 from retouch.families.z_image.model import ZImage
 from retouch.families.z_image.spec import ZImageModel
@@ -252,8 +253,10 @@ def test_a_text_encoder_that_was_saved_with_its_head(pipeline: Any, tmp_path: Pa
     expected = ZImage.from_pipeline(pipeline, LENGTH).texts().encode(["The text is 'W'."])["text"]
     torch.testing.assert_close(found, expected)
     assert type(component_on_meta(tmp_path / "text_encoder", "Qwen3Model")).__name__ == "Qwen3Model"
+    assert find_model(ZImageModel(path=str(tmp_path))).problems == []
     with pytest.raises(ModelFilesError, match="it is of a Qwen3ForCausalLM"):
         component_on_meta(tmp_path / "text_encoder", "T5EncoderModel")
+    assert other_class({"architectures": ["CLIPTextModel"]}, "CLIPTextModelWithProjection") == "CLIPTextModel"
 
 
 def test_the_released_networks(pipeline: Any) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from retouch.doctor.line import Line
 from retouch.families.base import Model, OtherTransformer
-from retouch.files.model_files import Damaged, Shapes, has_component, json_object, schedule_problem, stems, weights_of
+from retouch.files.model_files import Damaged, components, json_object, schedule_problem, stems, weights_of
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,6 @@ class FoundModel:
 
     Attributes:
         folder: None if it is not on this machine.
-        weights: network -> shapes; a network whose weights are not in safetensors files is left out.
         problems: problems of the folder.
         missing: valid reason for no folder: a hub id that has not been downloaded.
         embedded: whether examples have text embeddings; `spec.embedded_encoder` is then not loaded.
@@ -26,7 +24,6 @@ class FoundModel:
     """
 
     folder: Path | None = None
-    weights: dict[str, Shapes] = field(default_factory=dict[str, Shapes])
     problems: list[str] = field(default_factory=list[str])
     missing: str | None = None
     embedded: bool = False
@@ -49,7 +46,8 @@ def find_model(model: Model, *, embedded: bool = False) -> FoundModel:
         from retouch.families.loading import (
             ModelFilesError,
             component_path,
-            require_pipeline,
+            family_class,
+            pipeline_index,
             transformer_folder,
         )
     except ImportError:
@@ -62,23 +60,20 @@ def find_model(model: Model, *, embedded: bool = False) -> FoundModel:
             # This is no problem of a folder: the run downloads it.
             away = f"{path} is not on this machine; the run downloads it (gated ones need HF_TOKEN)"
             return FoundModel(missing=away, embedded=embedded, transformer=other)
-        require_pipeline(str(folder), model.pipeline)
+        family_class(model.family).require_index(model, pipeline_index(str(folder)) or {})
         networks = loaded(model, embedded=embedded, folder=folder)
     except ModelFilesError as error:
         return FoundModel(problems=[str(error)])
-    weights: dict[str, Shapes] = {}
     problems: list[str] = []
-    found = FoundModel(folder, weights, problems, embedded=embedded, transformer=other)
+    found = FoundModel(folder, problems, embedded=embedded, transformer=other)
     for name, expected in networks.items():
         place = found.network_folder(model, name)
         if place is None:
             continue
         try:
-            shapes = _network(place, expected, model.weights_variant)
+            _require_network(place, expected, model.weights_variant)
         except Damaged as error:
             problems.append(str(error))
-        else:
-            weights |= {name: shapes} if shapes else {}
     texts = [name for name in networks if name.startswith("text_")]
     if not model.spec.tokenizer_in_processor:
         problems.extend(p for name in texts for p in _tokenizer(folder, name.replace("text_encoder", "tokenizer")))
@@ -97,7 +92,7 @@ def loaded(model: Model, *, embedded: bool, folder: Path | None = None) -> dict[
     missing in `folder`."""
     spared = {model.spec.embedded_encoder} if embedded else set[str | None]()
     if folder is not None:
-        spared |= {name for name in model.spec.optional if not has_component(folder, name)}
+        spared |= model.spec.optional.difference(components(folder))
     return {
         name: kind
         for name, kind in model.spec.networks.items()
@@ -113,13 +108,14 @@ def downloaded(hub_id: str) -> Path | None:
     return Path(index).parent if isinstance(index, str) else None
 
 
-def _network(folder: Path, expected: str, variant: str | None) -> Shapes:
-    """Shapes of a network's weights; empty if they are in files that only torch reads."""
+def _require_network(folder: Path, expected: str, variant: str | None) -> None:
+    """Raise Damaged for a network of another class, or without all of its weights."""
+    from retouch.families.meta import other_class
+
     config = json_object(folder / "config.json")
-    found: Any = config.get("_class_name") or next(iter(config.get("architectures") or []), expected)
-    if found != expected:
+    if (found := other_class(config, expected)) is not None:
         raise Damaged(f"{folder.name}/ is a {found}, {expected} is needed")
-    return weights_of(folder, *stems(config), variant)
+    weights_of(folder, *stems(config), variant)
 
 
 def _tokenizer(folder: Path, name: str) -> Iterator[str]:

@@ -1,35 +1,46 @@
-"""Common part of every family, without torch: its facts (`FamilySpec`) and its section of the run file."""
+"""Common section of every family in a run file, without torch: its files, their precision, and what is trained."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    field_validator,
-    model_validator,
-)
+from pydantic import model_validator
 from pydantic_core import to_jsonable_python
 
-from retouch.config.base import Count, NonNegative, Positive, Section, Text, Unit
-from retouch.config.reads import ReadBy, ReadIf, ReadIn
+from retouch.config.base import Positive, Section, Text
+from retouch.config.reads import ReadBy
 from retouch.families import FAMILIES
+from retouch.families.facts import AdapterFacts, FamilySpec
+from retouch.families.trained import Train, TrainFull, TrainIpAdapter, TrainLora
 from retouch.files.model_files import Damaged, json_object
 from retouch.registry import Chosen
-from retouch.types import Prediction
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
+
+__all__ = [
+    "PROMPT_TOKENS",
+    "SHORT_NAMES",
+    "TINY_SIZE_MULTIPLE",
+    "AdapterFacts",
+    "Attention",
+    "DistillationLora",
+    "FamilySpec",
+    "Model",
+    "ModelSection",
+    "OtherTransformer",
+    "Quantization",
+    "Train",
+    "TrainFull",
+    "TrainIpAdapter",
+    "TrainLora",
+    "patches",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -39,251 +50,12 @@ PROMPT_TOKENS = 64
 TINY_SIZE_MULTIPLE = 8
 """Size multiple of the tiny bases, whose autoencoder downsamples by 4."""
 
-
-@dataclass(frozen=True)
-class AdapterFacts:
-    """The style adapter (IP-Adapter) of a family.
-
-    Attributes:
-        network: class of the network that takes it.
-        host: "module:class" of the host that places it into the network; see `retouch.adapters.hosts`.
-        head: default head, from a reference vector to tokens; see `retouch.adapters.formats`.
-        tokens: default number of tokens.
-        image_encoder: hub id of the default encoder of references.
-        width: width of the vectors of that encoder.
-        normalizes_values: whether its attention can normalize values (`model.train.value_norm`).
-    """
-
-    network: str
-    host: str
-    head: Literal["mlp", "linear"]
-    tokens: int
-    image_encoder: str
-    width: int
-    normalizes_values: bool = True
-
-
-@dataclass(frozen=True)
-class FamilySpec:
-    """Facts of a model family; sizes are those of the released model, or of the networks that were loaded.
-
-    Attributes:
-        prediction: "flow" or "epsilon"; step rules declare which they take.
-        latent_channels: C of the latents.
-        downsampling: pixels per side of a latent cell.
-        size_multiple: image sides must be multiples of it.
-        guidance_scale: default of the released model.
-        needs: fields of `Example` that must be set.
-        lora_targets: module-name suffixes that LoRA adapts by default.
-        network_name: component that is trained, and prefix of its LoRA keys.
-        model: "module:class" of the family; the class loads itself with `from_config`, takes a diffusers pipeline with
-            `from_pipeline`, and builds a pipeline of toy size with `tiny`.
-        pipeline: class name of the diffusers pipeline.
-        networks: component -> class name of each network of the pipeline, the trained one first. Each text encoder has
-            a tokenizer of the same number, and every pipeline has a scheduler.
-        has_processor: whether the pipeline has a processor/ of images for its text encoder.
-        tokenizer_in_processor: whether the tokenizer is in processor/ too, and there is no tokenizer/.
-        released: component -> config of the network at its released size, to count weights without files.
-        hub_ids: released models, of these sizes.
-        writes_words: whether a released model writes some words right; RL on a reader raises nothing else.
-        doubles_for_guidance: whether a guidance_scale above 1 doubles the network forwards (classifier-free guidance);
-            false where the scale is embedded. `ModelSection.doubles_for_guidance` also reads the run file.
-        edits_without_mask: whether it takes a source without a mask although it needs neither.
-        optional: components of `networks` that may be missing in a model: null in its model_index.json.
-        drops_text_stream: whether the last block's text output is unused: its text MLP then never has a gradient, which
-            DDP must not wait for (True); or there is none, and only its text queries have a gradient, always 0, and
-            never learn ("partly").
-        embedded_encoder: text encoder that examples can replace by a file (t5_embedding_path); None where they cannot.
-        adapter: the style adapter; None where the family has none.
-        empty_prompt: prompt of "no caption", which classifier-free guidance steers away from.
-        unmasked_attention: whether its attention has no masks and goes through diffusers' choice of kernels.
-        reference_width: width of a reference vector; None where references are not encoded.
-    """
-
-    family: str
-    prediction: Prediction
-    latent_channels: int
-    downsampling: int
-    size_multiple: int
-    guidance_scale: float
-    needs: frozenset[str]
-    lora_targets: tuple[str, ...]
-    network_name: str
-    model: str = ""
-    pipeline: str = ""
-    networks: Mapping[str, str] = field(default_factory=dict[str, str])
-    has_processor: bool = False
-    tokenizer_in_processor: bool = False
-    released: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
-    hub_ids: tuple[str, ...] = ()
-    writes_words: bool = True
-    doubles_for_guidance: bool = False
-    edits_without_mask: bool = False
-    optional: frozenset[str] = frozenset()
-    drops_text_stream: bool | Literal["partly"] = False
-    embedded_encoder: str | None = None
-    adapter: AdapterFacts | None = None
-    empty_prompt: str = ""
-    unmasked_attention: bool = False
-    reference_width: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.prediction not in get_args(Prediction):
-            names = ", ".join(map(repr, get_args(Prediction)))
-            raise ValueError(f"FamilySpec.prediction: given {self.prediction!r}; set one of {names}")
-
-    @property
-    def edits(self) -> bool:
-        """Whether it changes a whole image, and so takes a source without a mask."""
-        return self.edits_without_mask or ("source" in self.needs and "mask" not in self.needs)
-
-
-def _twice_the_rank(validated: dict[str, Any]) -> float:
-    """Default of `alpha`, which scales updates by 2 at every rank."""
-    return 2 * validated["rank"]
-
-
-def _null_is_the_default(value: object, info: ValidationInfo) -> object:
-    return _twice_the_rank(info.data) if value is None and "rank" in info.data else value
-
-
-Alpha = Annotated[Positive, BeforeValidator(_null_is_the_default)]
-"""Alpha of low-rank adapters. Run directories record the number; a resumed run keeps its own strength."""
-
-
-class TrainFull(Section):
-    """Train every weight of the network, in fp32 (autocast by `training.mixed_precision`)."""
-
-    kind: Literal["full"] = "full"
-
-
-class TrainLora(Section):
-    """Train low-rank adapters (arXiv 2106.09685) on the frozen network, in fp32."""
-
-    FREE_IN_EPOCH: ClassVar[Set[str]] = {"initial_adapter"}
-
-    kind: Literal["lora"] = "lora"
-    rank: Count = 32
-    """Rank of the two factors of each adapted weight."""
-    alpha: Alpha = Field(default_factory=_twice_the_rank)
-    """Updates are scaled by alpha / rank; null is 2 · rank."""
-    targets: Annotated[list[Text], Field(min_length=1)] | None = None
-    """Module-name suffixes to adapt; null takes the defaults of the family."""
-    init: Literal["uniform", "gaussian"] = "uniform"
-    """Distribution of the factors A of a new LoRA, whose factors B are 0: "uniform" is that of the paper's code (within
-    1 / √inputs of a layer), "gaussian" has the standard deviation 1 / rank, as in Flow-GRPO and diffusers' scripts. On
-    layers of more than rank² / 3 inputs that is the larger one, and a step of B changes the weight by more."""
-    initial_adapter: Text | None = None
-    """LoRA to start from: a file of diffusers, PEFT or kohya, or a checkpoint or run directory of an earlier run (its
-    EMA weights where it has them). `rank` and `alpha` must be those of the file; modules that the file does not adapt
-    start as a no-op. Null starts with a new LoRA, which changes nothing at first."""
-
-
-KV_LORA = ReadIf(
-    "with `weights: kv_lora`",
-    lambda own: own.weights == "kv_lora",
-    "which weights=kv_lora reads, but weights is {own.weights!r}; leave {name} out, or set weights=kv_lora",
-)
-
-
-class TrainIpAdapter(Section):
-    """Train a style adapter (IP-Adapter, arXiv 2308.06721) on the frozen network: a reference image becomes tokens that
-    every block attends to. Every example needs a reference."""
-
-    FREE_IN_EPOCH: ClassVar[Set[str]] = {"image_encoder", "scale", "value_norm", "reference_dropout", "initial_adapter"}
-
-    kind: Literal["ip_adapter"] = "ip_adapter"
-    image_encoder: Text | None = None
-    """Hub id or folder of the SigLIP or CLIP that embeds references; "tiny" is the one that comes with the package.
-    Null is google/siglip-so400m-patch14-384, for sd_inpaint laion/CLIP-ViT-H-14-laion2B-s32B-b79K."""
-    tokens: Count | None = None
-    """Tokens of a reference; null is 128, as ComfyUI requires; for sd_inpaint 4, as diffusers requires."""
-    query_former: Annotated[
-        bool,
-        ReadIn(
-            "by families whose projection has several layers",
-            lambda own, run: run.model.spec.adapter.head != "linear",
-            "but the projection of {run.model.family} is one layer; leave {name} out",
-        ),
-    ] = False
-    """Add the second head of the released Calligrapher to the projection."""
-    weights: Literal["all", "no_last_layer", "kv", "kv_lora"] = "all"
-    """Weights of the adapter that are trained: all; all but the last layer of each head of the projection, which is
-    nearly half of them; keys and values alone; low-rank adapters on keys and values."""
-    rank: Annotated[Count, KV_LORA] = 32
-    """Rank of the factors of kv_lora."""
-    alpha: Annotated[Alpha, KV_LORA] = Field(default_factory=_twice_the_rank)
-    """Updates of kv_lora are scaled by alpha / rank; null is 2 · rank."""
-    scale: NonNegative | Annotated[list[NonNegative], Field(min_length=1)] | None = None
-    """Factor of the attention to the reference: one for all blocks, or one per block; null takes that of
-    `initial_adapter`, else 1. Files keep it."""
-    value_norm: Annotated[
-        bool | None,
-        ReadIn(
-            "by families whose attention can normalize values",
-            lambda own, run: not own.value_norm or run.model.spec.adapter.normalizes_values,
-            "but {run.model.family} uses the attention of diffusers, which does not normalize values; leave value_norm "
-            "out",
-        ),
-    ] = None
-    """Normalize the values of each head (RMS norm without weights), as ComfyUI-IPAdapter-Flux does: its node then
-    generates the same images, and the strength of a block is `scale` alone from the first step on. Null takes that of
-    `initial_adapter`, else false. Files record it."""
-    reference_dropout: Annotated[
-        Unit,
-        ReadIn(
-            "in supervised steps",
-            lambda own, run: run.algorithm.supervised_steps(run),
-            "but the run has no supervised steps; leave it out, or set algorithm.sft_steps",
-        ),
-    ] = 0.0
-    """Share of the samples of supervised steps that are trained without their reference. Such a sample attends to no
-    reference token and trains nothing on a frozen network; for sd_inpaint its vector is 0, as in the
-    unconditional half of guidance."""
-    initial_adapter: Text | None = None
-    """Adapter to start from: a file of any supported layout, or a checkpoint or run directory of an earlier run (its
-    EMA weights where it has them); null starts with a new adapter, which changes nothing at first."""
-
-    @field_validator("scale", mode="wrap")
-    @classmethod
-    def _is_one_or_many(cls, value: object, handler: ValidatorFunctionWrapHandler) -> object:
-        try:
-            return handler(value)
-        except ValidationError:  # one message instead of one per alternative
-            raise ValueError(
-                f"given {value!r}; write a factor of 0 or more, like 1.0, or a list with one for each block"
-            ) from None
-
-    def check(self, run: RunConfig, key: str = "model.train") -> None:
-        """Raise ValueError if the family, or the engine of the run, does not support these options."""
-        spec = run.model.spec
-        if spec.adapter is None:
-            able = [name for name, section in FAMILIES.available().items() if section.spec.adapter is not None]
-            raise ValueError(
-                f"{key}.kind: given 'ip_adapter', but {spec.family} has no style adapter; set {key}.kind=lora, or "
-                f"model.family to one of {', '.join(able)}"
-            )
-        if spec.adapter.head == "linear" and self.weights == "no_last_layer":
-            raise ValueError(
-                f"{key}.weights: given 'no_last_layer', but the projection of {spec.family} is one layer; leave "
-                "weights out"
-            )
-        if run.training.sharding not in ("none", "zero2"):
-            raise ValueError(
-                f"training.sharding: given {run.training.sharding!r}, but the files of a style adapter need its frozen "
-                "weights whole; set sharding=zero2, or none"
-            )
-
-
 Quantization = Literal["int8", "fp8", "nf4"]
 """How the matrices of a frozen network are stored; see `retouch.families.quantized`."""
 
 
 Attention = Literal["math", "torch_flash", "flash", "flash3"]
 """Kernels of attention; see `retouch.families.attention`."""
-
-
-Train = Annotated[TrainFull | TrainLora | TrainIpAdapter, Field(discriminator="kind")]
 
 
 class DistillationLora(Section):
@@ -498,7 +270,7 @@ class ModelSection(Section):
         except Damaged:
             return False
         sizes = to_jsonable_python(self.spec.released.get(name, {}))
-        return all(config.get(key, size) == size for key, size in sizes.items())
+        return all(config.get(key) in (None, size) for key, size in sizes.items())
 
     def text_tokens(self, size: tuple[int, int]) -> int:
         """Text tokens of a sample in the network; where they follow the prompt, those of one of `PROMPT_TOKENS`."""

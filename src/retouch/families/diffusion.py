@@ -30,7 +30,7 @@ from retouch.families.loading import (
     ModelFilesError,
     component_path,
     load_component,
-    require_pipeline,
+    pipeline_index,
     stored_dtype,
     transformer_path,
 )
@@ -143,7 +143,8 @@ class FamilyModel(ABC):
             ConfigError: no such image encoder, or a `quantize` whose library is not installed.
         """
         spec, path = config.spec, component_path(config.path, config.family)
-        require_pipeline(path, config.pipeline)
+        if (index := pipeline_index(path)) is not None:
+            cls.require_index(config, index)
         frozen = DTYPES[config.dtype]
         dtype = torch.float32 if config.train.kind == "full" else frozen
         network = cls.mapped_network(config, path, dtype) if mapped else cls.load_network(config, path, dtype)
@@ -167,6 +168,29 @@ class FamilyModel(ABC):
         if config.train.kind == "full":
             model.dtype = dtype  # whichever the weights have until they are placed
         return model
+
+    @classmethod
+    def require_index(cls, config: Any, index: Mapping[str, Any]) -> None:
+        """Refuse a model whose model_index.json names the pipeline of another family (networks of one class can be of
+        several) or, for a flow model, another scheduler: that has other settings of the noise levels, without which
+        diffusers would make this one with a shift of 1.
+
+        Raises:
+            ModelFilesError: it is.
+        """
+        found = index.get("_class_name", config.pipeline)
+        if found != config.pipeline:
+            raise ModelFilesError(
+                f"model.path: {config.path} is a {found}; model.family needs a {config.pipeline}; set another path, or "
+                "the family of it"
+            )
+        scheduler = (index.get("scheduler") or [cls.scheduler_class])[-1]
+        if config.spec.prediction == "flow" and scheduler != cls.scheduler_class:
+            raise ModelFilesError(
+                f"model.path: {config.path} has a {scheduler}; {config.family} reads the noise levels of a "
+                f"{cls.scheduler_class}; set another path, or give a copy with that class in model_index.json and the "
+                "shift in scheduler/scheduler_config.json"
+            )
 
     @classmethod
     def load_text(

@@ -3,6 +3,7 @@ missing."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Iterator
@@ -12,20 +13,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import diffusers
 import torch
-from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from diffusers import ConfigMixin
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
-from retouch.errors import first_line, why_unreadable
+from retouch.errors import why_unreadable
 from retouch.families import FAMILIES
 from retouch.files.hub import folder_offline, is_hub_id, read_variant, refusal, require_hub, snapshot, variant_hint
 from retouch.files.model_files import (
     ModelFilesError,
     component_path,
-    has_component,
     incomplete_weights,
-    require_pipeline,
+    named_parts,
+    pipeline_index,
     tiny_path,
     transformer_path,
 )
@@ -44,13 +47,16 @@ __all__ = [
     "load_component",
     "load_model",
     "load_network",
+    "newer_settings",
+    "pipeline_index",
     "reading_variant",
-    "require_pipeline",
     "stored_dtype",
     "tiny_path",
     "transformer_folder",
     "transformer_path",
 ]
+
+logger = logging.getLogger(__name__)
 
 disable_progress_bar()  # one bar a component, terminal or not
 
@@ -107,20 +113,15 @@ def is_there(path: str, name: str) -> bool:
     """Whether a model has an optional component, by the model_index.json of the folder or hub id.
 
     Raises:
-        ConfigError: a hub id that is not on this machine, and the hub cannot be reached.
-        ModelFilesError: no model_index.json, or a damaged one.
+        ConfigError, ModelFilesError: as `pipeline_index`, or there is none on this machine.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        require_hub("model.path", path)
-        try:
-            folder = Path(hf_hub_download(path, "model_index.json")).parent
-        except (OSError, ValueError) as error:
-            reason = refusal(error, path) or (
-                f"{first_line(error)}; check the id and the network (gated models need HF_TOKEN)"
-            )
-            raise ModelFilesError(f"model.path: {path} has no model_index.json to be had: {reason}") from None
-    return has_component(folder, name)
+    index = pipeline_index(path)
+    if index is None:
+        raise ModelFilesError(
+            f"model.path: {path} has no model_index.json on this machine, and the hub cannot be reached; download it "
+            "anew, or set model.path to a local folder"
+        )
+    return name in named_parts(index)
 
 
 def load_component(
@@ -156,7 +157,38 @@ def load_component(
     missing = sorted(info["missing_keys"])
     if missing:  # both libraries fill these with random weights and go on
         raise ModelFilesError(f"{where}: {len(missing)} weights are missing, {missing[0]} among them; copy it anew")
+    if unread := newer_settings(network):
+        told = ", ".join(f"{name}={value!r}" for name, value in unread.items())
+        logger.warning(
+            "%s: config.json of %s was written by diffusers %s and sets %s, which the installed %s does not read: the "
+            "network may compute something else; install the newer diffusers",
+            key,
+            f"{subfolder}/ of {hub_id}" if subfolder else hub_id,
+            network.config["_diffusers_version"],
+            told,
+            diffusers.__version__,
+        )
     return network
+
+
+def newer_settings(network: Any) -> dict[str, Any]:
+    """Settings in the config.json of a network of diffusers that its class does not know, if a newer version than the
+    installed one wrote them: diffusers loads it without them, and its own warning is silenced here. An older version's
+    are left out: released files have keys that never were settings."""
+    config: Any = network.config if isinstance(network, ConfigMixin) else {}
+    if _release(str(config.get("_diffusers_version", ""))) <= _release(diffusers.__version__):
+        return {}
+    known = inspect.signature(type(network).__init__).parameters
+    return {
+        name: value
+        for name, value in config.items()
+        if name not in known and not name.startswith("_") and value not in (None, False)
+    }
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """First three numbers of a version: 0.43.0.dev0 is newer than 0.42.1."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def _remedied(

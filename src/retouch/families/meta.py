@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from retouch.errors import first_line
 from retouch.families.base import FamilySpec
@@ -69,8 +70,7 @@ def component_on_meta(folder: Path, kind: str) -> Any:
     """
     try:
         config = plain_json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        found = config.get("_class_name") or next(iter(config.get("architectures") or []), kind)
-        if found != kind and not _of_one_config(found, kind):
+        if (found := other_class(config, kind)) is not None:
             raise ValueError(f"it is of a {found}")
         if hasattr(diffusers, kind):
             made: Any = getattr(diffusers, kind)
@@ -83,7 +83,12 @@ def component_on_meta(folder: Path, kind: str) -> Any:
         ) from None
 
 
-def _of_one_config(found: str, kind: str) -> bool:
-    """Whether both are transformers classes of one config: a model without the head of the one that was saved."""
+def other_class(config: Mapping[str, Any], kind: str) -> str | None:
+    """The class that a config.json names, if no `kind` is loaded from its files; None if one is, as from a class of
+    transformers with a head on it (Z-Image's `Qwen3Model` lies on the hub as a `Qwen3ForCausalLM`)."""
+    found = config.get("_class_name") or next(iter(config.get("architectures") or []), kind)
+    if found == kind:
+        return None
     configs = [getattr(getattr(transformers, name, None), "config_class", None) for name in (found, kind)]
-    return configs[0] is not None and configs[0] is configs[1]
+    has_head = found not in MODEL_MAPPING_NAMES.values()
+    return None if has_head and configs[0] is not None and configs[0] is configs[1] else found

@@ -7,9 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from retouch.errors import ModelFilesError
+from retouch.errors import ModelFilesError, first_line
 from retouch.files import plain_json
-from retouch.files.hub import looks_local, variant_hint
+from retouch.files.hub import hub_problem, looks_local, refusal, require_hub, variant_hint
 
 if TYPE_CHECKING:
     from retouch.families.base import OtherTransformer
@@ -58,29 +58,27 @@ def transformer_path(other: OtherTransformer) -> tuple[str, str | None]:
     return other.path, other.subfolder
 
 
-def require_pipeline(path: str, expected: str) -> None:
-    """Refuse a local folder of another family before anything of it is loaded.
+def pipeline_index(path: str) -> dict[str, Any] | None:
+    """model_index.json of a model folder or hub id; None where only parts of a hub id were downloaded, and the hub
+    cannot be reached now.
 
     Raises:
-        ModelFilesError: its model_index.json names another pipeline class than `expected`.
+        ConfigError: a hub id that is not on this machine, and the hub cannot be reached.
+        ModelFilesError: no model_index.json, or a damaged one.
     """
-    index = Path(path) / INDEX
-    if not index.is_file():  # a hub id: its components are checked as they load
-        return
-    found = _index(index).get("_class_name", expected)
-    if found != expected:
-        raise ModelFilesError(
-            f"model.path: {path} is a {found}; model.family needs a {expected}; set another path, or the family of it"
-        )
+    file = Path(path) / INDEX
+    if not file.parent.is_dir():
+        from huggingface_hub import hf_hub_download
 
-
-def has_component(folder: Path, name: str) -> bool:
-    """Whether the model_index.json of a model folder names a class for this component; null means that there is none.
-
-    Raises:
-        ModelFilesError: a damaged model_index.json.
-    """
-    return name in components(folder)
+        require_hub("model.path", path)
+        try:
+            file = Path(hf_hub_download(path, INDEX))
+        except (OSError, ValueError) as error:
+            if (refused := refusal(error, path)) is None and hub_problem() is not None:
+                return None
+            reason = refused or f"{first_line(error)}; check the id and the network (gated models need HF_TOKEN)"
+            raise ModelFilesError(f"model.path: {path} has no {INDEX} to be had: {reason}") from None
+    return _index(file)
 
 
 def components(folder: Path) -> list[str]:
@@ -89,7 +87,12 @@ def components(folder: Path) -> list[str]:
     Raises:
         ModelFilesError: a damaged model_index.json.
     """
-    entries = _index(folder / INDEX).items()
+    return named_parts(_index(folder / INDEX))
+
+
+def named_parts(index: Mapping[str, Any]) -> list[str]:
+    """Names of the parts that a model_index.json names a class for; null means that there is none."""
+    entries = index.items()
     return [name for name, entry in entries if isinstance(entry, list) and entry and isinstance(entry[0], str)]
 
 

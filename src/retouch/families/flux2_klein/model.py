@@ -6,12 +6,9 @@ A Qwen3 reads the prompt, and guidance is classifier-free. `retouch.families.flu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
-import torch
 from diffusers import Flux2KleinPipeline
-from torch import nn
 from transformers import Qwen3ForCausalLM
 
 from retouch.families.flux2.base import Flux2Model, quarters, tiny_parts
@@ -19,7 +16,6 @@ from retouch.families.flux2_klein.spec import Flux2KleinModel
 from retouch.families.loading import ModelFilesError
 from retouch.families.qwen3.text import Qwen3States
 from retouch.families.qwen3.tiny import chat_tokenizer, qwen3
-from retouch.files import plain_json
 
 
 class Flux2Klein(Flux2Model):
@@ -39,9 +35,14 @@ class Flux2Klein(Flux2Model):
         return Qwen3States(model, tokenizer, length, quarters(model), thinking=False, encodes_padding=True)
 
     @classmethod
-    def load_network(cls, config: Flux2KleinModel, path: str, dtype: torch.dtype) -> nn.Module:
-        _require_variant(config, Path(path) / "model_index.json")
-        return super().load_network(config, path, dtype)
+    def require_index(cls, config: Flux2KleinModel, index: Mapping[str, Any]) -> None:
+        super().require_index(config, index)
+        found = _variant(index)
+        if found != config.variant:
+            raise ModelFilesError(
+                f"model.variant: given {config.variant!r}, but {config.path} is a {found} model; set "
+                f"model.variant={found}"
+            )
 
     @classmethod
     def from_pipeline(cls, pipeline: Any, length: int = 128, **options: Any) -> Self:
@@ -60,14 +61,3 @@ class Flux2Klein(Flux2Model):
 
 def _variant(index: Mapping[str, Any]) -> Any:
     return "distilled" if index.get("is_distilled", False) else "base"
-
-
-def _require_variant(config: Flux2KleinModel, index: Path) -> None:
-    """Refuse a local folder whose model_index.json is of the other variant."""
-    if not index.is_file():  # a hub id
-        return
-    found = _variant(plain_json.loads(index.read_text(encoding="utf-8")))
-    if found != config.variant:
-        raise ModelFilesError(
-            f"model.variant: given {config.variant!r}, but {index} is of a {found} model; set model.variant={found}"
-        )

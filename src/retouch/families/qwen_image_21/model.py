@@ -30,7 +30,6 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from retouch.errors import first_line
 from retouch.families.blending import blended, blending_inputs, mask_cells
 from retouch.families.diffusion import FamilyModel
 from retouch.families.inputs import image_pixels, optional_masks
@@ -44,7 +43,6 @@ from retouch.families.qwen_image_21.text import PADDING, SLOT, ImageTextProcesso
 from retouch.families.text import Encoding, Networks, TextEncoders
 from retouch.families.tiny import SHIFTED
 from retouch.families.vae import QwenAutoencoder
-from retouch.files.hub import refusal, require_hub
 from retouch.imaging.fitting import stack_above
 from retouch.types import Condition, Example
 
@@ -100,15 +98,21 @@ class QwenImage21(FamilyModel):
         return _encoders(PromptStates(model, processor, config.max_sequence_length))
 
     @classmethod
-    def load_network(cls, config: QwenImage21Model, path: str, dtype: torch.dtype) -> nn.Module:
-        _require_plain_schedule(_index_of(path))
-        return super().load_network(config, path, dtype)
+    def require_index(cls, config: QwenImage21Model, index: Mapping[str, Any]) -> None:
+        """As `FamilyModel.require_index`; also for a few-step variant, whose index has times of its own."""
+        super().require_index(config, index)
+        times = index.get("sample_sigmas")
+        if times is not None:
+            raise ModelFilesError(
+                f"model.path: given a few-step variant, whose model_index.json sets the {len(times)} sampling times "
+                "sample_sigmas, which qwen_image_21 does not support; set model.path=Qwen/Qwen-Image-2.1"
+            )
 
     @classmethod
     def from_pipeline(cls, pipeline: Any, length: int = 128) -> Self:
         """The networks of a `QwenImage21Pipeline` in memory, prompts padded to `length` tokens."""
-        _require_plain_schedule(pipeline.config)
         config = QwenImage21Model(max_sequence_length=length)
+        cls.require_index(config, pipeline.config)
         text = TextEncoders(_encoders(PromptStates(pipeline.text_encoder, pipeline.processor, length)))
         return cls(pipeline.transformer, pipeline.vae, text, pipeline.scheduler, config=config)
 
@@ -249,27 +253,6 @@ def _text(prompt: str, sources: Sequence[Image]) -> str | Shown:
 
 def _encoders(states: PromptStates) -> Mapping[str, Any]:
     return {"text": states, "text_kinds": Encoding(states, states.kinds)}
-
-
-def _index_of(path: str) -> Mapping[str, Any]:
-    """model_index.json of a folder or hub id."""
-    require_hub("model.path", path)
-    try:
-        index: Any = QwenImage21Pipeline.load_config(path)
-    except OSError as error:
-        reason = refusal(error, path) or f"{first_line(error)}; copy it anew"
-        raise ModelFilesError(f"model.path: cannot read model_index.json of {path}: {reason}") from None
-    return index
-
-
-def _require_plain_schedule(index: Mapping[str, Any]) -> None:
-    """Refuse a few-step variant, whose model_index.json has times of its own."""
-    times = index.get("sample_sigmas")
-    if times is not None:
-        raise ModelFilesError(
-            f"model.path: given a few-step variant, whose model_index.json sets the {len(times)} sampling times "
-            "sample_sigmas, which qwen_image_21 does not support; set model.path=Qwen/Qwen-Image-2.1"
-        )
 
 
 def _tiny_qwen3_vl(width: int) -> Qwen3VLForConditionalGeneration:

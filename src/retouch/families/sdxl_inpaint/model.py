@@ -24,6 +24,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from retouch.families import tiny
 from retouch.families.guidance import halves
+from retouch.families.loading import ModelFilesError
 from retouch.families.sdxl_inpaint.spec import SdxlInpaintModel
 from retouch.families.text import Networks, TextEncoder, TextEncoders
 from retouch.families.unet import tiny as unet_tiny
@@ -39,6 +40,15 @@ class SdxlInpaint(UnetInpaint):
         if vae.dtype == torch.float16 and vae.config.force_upcast:
             vae = vae.float()  # activations of the released autoencoder overflow in fp16
         super().__init__(network, vae, *parts, **options)
+
+    @classmethod
+    def require_index(cls, config: SdxlInpaintModel, index: Mapping[str, Any]) -> None:
+        super().require_index(config, index)
+        if index.get("force_zeros_for_empty_prompt") is False:
+            raise ModelFilesError(
+                "model.path: its model_index.json has force_zeros_for_empty_prompt false; sdxl_inpaint steers away "
+                "from zeros; set a model that was trained with them"
+            )
 
     @classmethod
     def text_encoders(

@@ -22,6 +22,13 @@ from retouch.families.inputs import inpainting_inputs, reference_inputs
 from retouch.families.loading import ModelFilesError
 from retouch.types import Condition, Example
 
+NEEDED: Mapping[str, Any] = {
+    "prediction_type": "epsilon",
+    "timestep_spacing": "leading",
+    "rescale_betas_zero_snr": False,  # at an alpha_bar of 0 the image does not follow from the noise
+}
+"""Settings of the scheduler."""
+
 
 class UnetInpaint(FamilyModel):
     """A U-Net that predicts the noise of a masked image."""
@@ -33,7 +40,7 @@ class UnetInpaint(FamilyModel):
         super().__init__(*parts, **options)
         # any scheduler of the pipeline works: only the noise levels of its config are read
         self.scheduler: Any = DDIMScheduler.from_config(self.scheduler.config)
-        for key, needed in (("prediction_type", "epsilon"), ("timestep_spacing", "leading")):
+        for key, needed in NEEDED.items():
             given = self.scheduler.config[key]
             if given != needed:
                 raise ModelFilesError(

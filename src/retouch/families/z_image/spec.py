@@ -51,7 +51,7 @@ class ZImageModel(ModelSection):
                 "n_kv_heads": 30,
                 "cap_feat_dim": 2560,
                 "axes_dims": [32, 48, 48],
-                "axes_lens": [1024, 512, 512],
+                "axes_lens": [1536, 512, 512],
             },
             "vae": autoencoder(16),  # of FLUX.1
             "text_encoder": QWEN3_4B,
