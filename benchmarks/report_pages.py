@@ -1,7 +1,6 @@
 """Size and load time of `retouch report` for runs of 80, 1,000 and 10,000 steps, in a headless Chromium.
 
     python benchmarks/report_pages.py            writes benchmarks/results/report_pages.json
-    python benchmarks/report_pages.py --shots docs/images    writes the screenshots of docs/report.md instead
 
 The runs are made up: curves with noise, and images of words that become sharper. Only the pages are measured.
 """
@@ -23,7 +22,6 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from retouch.config import dump_run, load_run
-from retouch.observe.comparison import run_names, write_comparison
 from retouch.observe.report import write_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,18 +132,13 @@ def measure(browser: Any, page: Path) -> dict[str, float]:
 def main() -> None:
     from tests.browser import Browser, executable
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shots", type=Path, help="folder of screenshots")
-    shots = parser.parse_args().shots
+    argparse.ArgumentParser(description=__doc__).parse_args()
     program = executable()
     assert program, "no Chromium"
     browser = Browser(program)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            if shots:
-                take_shots(browser, Path(folder), shots)
-            else:
-                write_result(browser, Path(folder))
+            write_result(browser, Path(folder))
     finally:
         browser.close()
 
@@ -176,49 +169,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(
         ["| optimizer steps | stored images | page, MB | written in, s | open in, s |", "|---|---|---|---|---|", *lines]
     )
-
-
-def take_shots(browser: Any, folder: Path, out: Path) -> None:
-    """Screenshots of pages of made-up runs."""
-    from retouch.observe.run_dir import RunLock
-
-    os.chdir(folder)
-    finished = write_report(write_run(Path("runs/finished"), 80, 9))
-    held = RunLock(Path("runs/killed"))
-    killed_run = write_run(Path("runs/killed"), 47, 9, of=80)
-    held.take()
-    held.release()
-    killed = write_report(killed_run)
-    running_run = write_run(Path("runs/running"), 47, 9, of=80)
-    lock = RunLock(running_run)
-    lock.take()
-    running = write_report(running_run)
-    lock.release()
-    nine = [
-        write_run(Path(f"runs/lr{lr}-{seed}"), 80, 5, seed=seed, optimizer__lr=lr)
-        for lr in (3e-4, 1e-3, 3e-3)
-        for seed in (0, 1, 2)
-    ]
-    compared = write_comparison(run_names(nine), Path("compare.html")).path
-    pages = {"finished": finished, "gallery": finished, "killed": killed, "running": running, "compare": compared}
-    seen = {"gallery": "#gallery", "compare": ".tools"}
-    for name, page in pages.items():
-        for width in (1280, 390):
-            for dark in (False, True):
-                tab = browser.page(width, 1000, dark=dark)
-                tab.open(page)
-                tab.wait("!!document.documentElement.dataset.ready")
-                tab.run(f"document.querySelector('{seen.get(name, 'h1')}').scrollIntoView()")
-                if name == "gallery":
-                    tab.set("[name='wipe all']", 50)
-                tab.wait("[...document.querySelectorAll('.stack img')].slice(0, 2).every(one => one.complete)")
-                time.sleep(0.5)  # for the curves that come into sight
-                shot = out / f"report-{name}-{width}{'-dark' if dark else ''}.png"
-                tab.screenshot(shot)
-                with Image.open(shot) as image:
-                    image.convert("P", palette=Image.Palette.ADAPTIVE, colors=128).save(shot, optimize=True)
-                print(shot, tab.overflow(), tab.errors)
-                tab.close()
 
 
 if __name__ == "__main__":

@@ -191,16 +191,18 @@ class Page:
         left, top, width, height = self.box(selector)
         self.drag((left + width / 2, top + height / 2))
 
-    def drag(self, *points: tuple[float, float]) -> None:
-        """Press the mouse at the first point, move it through the others and release it; one point is a click."""
-        self.mouse("mouseMoved", points[0], pressed=False)
-        self.mouse("mousePressed", points[0])
+    def drag(self, *points: tuple[float, float], clicks: int = 1) -> None:
+        """Press the mouse at the first point, move it through the others and release it; one point is a click, the
+        second one of a double click with `clicks=2`."""
+        self.mouse("mouseMoved", points[0], clicks=0)
+        self.mouse("mousePressed", points[0], clicks=clicks)
         for point in points[1:]:
             self.mouse("mouseMoved", point)
-        self.mouse("mouseReleased", points[-1])
+        self.mouse("mouseReleased", points[-1], clicks=clicks)
 
-    def mouse(self, kind: str, point: tuple[float, float], *, pressed: bool = True) -> None:
-        button = {"button": "left", "buttons": int(kind != "mouseReleased"), "clickCount": 1} if pressed else {}
+    def mouse(self, kind: str, point: tuple[float, float], *, clicks: int = 1) -> None:
+        """One event, with the left button unless `clicks` is 0."""
+        button = {"button": "left", "buttons": int(kind != "mouseReleased"), "clickCount": clicks} if clicks else {}
         self.call("Input.dispatchMouseEvent", type=kind, x=point[0], y=point[1], **button)
 
     def type(self, text: str) -> None:
@@ -214,6 +216,13 @@ class Page:
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.value = {json.dumps(value)}; "
             "for (const name of ['input', 'change']) e.dispatchEvent(new Event(name, {bubbles: true})); })()"
         )
+
+    def upload(self, selector: str, file: Path) -> None:
+        """Give a file input a file, as a user who chooses one does."""
+        root = self.call("DOM.getDocument")["root"]["nodeId"]
+        found = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
+        assert found, selector
+        self.call("DOM.setFileInputFiles", nodeId=found, files=[str(file)])
 
     def overflow(self) -> int:
         """CSS pixels by which the document is wider than the window."""

@@ -280,6 +280,11 @@ def test_broken_items_under_the_limit_are_skipped_and_counted(run_yaml: Callable
 
 def test_paths_that_hold_no_data(run_yaml: Callable[..., Path], tmp_path: Path) -> None:
     assert refused(retouch("train", run_yaml(data__path="nowhere"))) == "data.path: nowhere: no such folder"
+    demo = "runs/demo-data/prompts"  # of the tiny run files, where DATA_PATH is not set
+    assert refused(retouch("train", run_yaml(data__path=f"{tmp_path}/{demo}"))) == (
+        f"data.path: {tmp_path}/{demo}: no such folder; the demo makes it (`make demo`, or `retouch init --example "
+        "demo; python demo.py`); or set DATA_PATH"
+    )
     assert refused(retouch("train", run_yaml(data__path=str(tmp_path)))).startswith(
         f"data.path: {tmp_path} has no self_bench.txt"
     )

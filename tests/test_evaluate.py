@@ -68,8 +68,8 @@ def test_batches_do_not_change_the_result(loaded: Loaded, examples: Dataset) -> 
 def test_processes_share_the_pictures_and_score_each_once(
     loaded: Loaded, examples: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seven pictures on three processes, one of the nine drawn twice for nothing and two of them on the last: as one
-    process has them, one at a time."""
+    """Seven pictures on three processes, of which the last draws two for nothing: as one process has them, one at a
+    time."""
     work = evaluation.work_of(examples[:], 2)[:7]
     rewards = RewardTable({"preservation": PreservationReward()}, RewardClientConfig())
     scored = []
@@ -78,8 +78,8 @@ def test_processes_share_the_pictures_and_score_each_once(
     rewards.start()
 
     def share(own: evaluation.Work, padding: int) -> evaluation.Scored:
-        drawn = own + work[:1] * padding
-        return evaluation.draw_and_score(loaded.model, loaded.network, drawn, 3, 30.0, 1, rewards, Stopwatch(), padding)
+        unused = work[:1] * padding
+        return evaluation.draw_and_score(loaded.model, loaded.network, own, 3, 30.0, 1, rewards, Stopwatch(), unused)
 
     try:
         parts = [share(work[:3], 0), share(work[3:6], 0), share(work[6:], 2)]

@@ -7,7 +7,6 @@ real one is installed the page is tested in a browser as well.
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import socket
 import sys
@@ -26,7 +25,7 @@ from retouch.config import ConfigError, RunConfig, load_run
 from retouch.types import Diverged
 from retouch.use.page import LOOK, Asked, Studio, _mask, _request, page
 from retouch.use.trained import Trained
-from tests.browser import Browser, Page
+from tests.browser import Browser
 from tests.command_line import retouch
 from tests.test_use import drawn, inside, pixels
 from tests.tiny_models import tiny_model
@@ -398,7 +397,7 @@ def test_the_page_in_a_browser(
     gradio = pytest.importorskip("gradio", reason="asks for an older Pillow than the tests are made with")
     blocks = page(gradio, studio)
     _, address, _ = blocks.launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True, **LOOK)
-    shown = browser.page(width, 1200)
+    shown = browser.page(width, 900)  # all samples are in sight, however low the window is
     try:
         shown.open(address)
         shown.wait("!!document.querySelector('#editor canvas') && !!document.querySelector('#sample')")
@@ -407,7 +406,7 @@ def test_the_page_in_a_browser(
         told = capfd.readouterr()
         assert "Traceback" not in told.out + told.err and "share" not in told.out + told.err
         shown.run("document.querySelector('.toast-close')?.click()")
-        upload(shown, "#editor input[type=file]", signs / "held_out/test200_source.png")
+        shown.upload("#editor input[type=file]", signs / "held_out/test200_source.png")
         shown.wait("!document.querySelector('#editor').innerText.includes('Upload an image')")
         shown.click("#editor [aria-label='Brush'], #editor [title='Brush'], #editor [aria-label='Draw']")
         left, top, wide, high = shown.box("#editor canvas")
@@ -420,6 +419,7 @@ def test_the_page_in_a_browser(
         shown.click("#sample")
         shown.wait("document.querySelectorAll('#gallery img').length >= 4")
         shown.wait("document.querySelectorAll('#compared img').length == 2")
+        shown.wait("(all => all.scrollHeight <= all.clientHeight)(document.querySelector('#gallery .grid-wrap'))")
         first = shown.run("document.querySelector('#compared img').src")
         shown.run("document.querySelectorAll('#gallery button img')[3].closest('button').click()")
         shown.wait(f"document.querySelector('#compared img').src != {first!r}")
@@ -428,16 +428,6 @@ def test_the_page_in_a_browser(
         shown.wait(f"document.querySelector('#seed input').value != {before!r}")
         assert shown.overflow() == 0 and shown.errors == []
         assert all(address.rstrip("/") in request for request in shown.requests)
-        if folder := os.environ.get("RETOUCH_SCREENSHOTS"):
-            shown.screenshot(Path(folder) / f"demo-ui-{width}.png", whole=True)
     finally:
         shown.close()
         blocks.close()
-
-
-def upload(shown: Page, selector: str, file: Path) -> None:
-    """Give a file input a file, as a user who chooses one does."""
-    root = shown.call("DOM.getDocument")["root"]["nodeId"]
-    found = shown.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
-    assert found, selector
-    shown.call("DOM.setFileInputFiles", nodeId=found, files=[str(file)])

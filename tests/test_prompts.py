@@ -20,6 +20,7 @@ from retouch.algorithms.vlm_grpo.run import load_policy
 from retouch.config import RunConfig, parse_run
 from retouch.config.load import load_run
 from retouch.data.base import ItemFiles
+from retouch.data.buckets import Buckets
 from retouch.families import FAMILIES
 from retouch.families.diffusion import FamilyModel
 from retouch.families.loading import component_path, family_class
@@ -138,6 +139,26 @@ def test_cut_prompts_are_named_without_weights(family: str, tmp_path: Path) -> N
         assert warning.startswith(f"{cut} of 5 prompts are longer than the {readers[name].length} tokens that {name} ")
         assert f"the longest takes {longest} (item 4: 'xxx" in warning
     assert PromptCheck(run, local=True)(run.data, items[:1]) == ([], {})
+
+
+def test_a_prompt_is_counted_with_the_image_in_its_own_shape(tmp_path: Path) -> None:
+    """Shapes of one area take different numbers of tokens: a prompt that fits beside the image of its example is not
+    cut because another shape takes more. A file that is gone counts as the largest."""
+    run = run_of("qwen_image_edit", model_folder("qwen_image_edit"))
+    section = run.data.model_copy(update={"resolution": Buckets(pixels=64 * 64, multiple=16, max_aspect=16)})
+    tokens = {run.model.vision_tokens(shape): shape for shape in section.sizes}
+    least, most = tokens[min(tokens)], tokens[max(tokens)]
+    assert least != most
+    for shape in (least, most):
+        Image.new("RGB", shape[::-1]).save(tmp_path / f"{shape[0]}.png")
+    [reader] = family_class("qwen_image_edit").prompt_readers(run.model, model_folder("qwen_image_edit")).values()
+    prompt = "x" * room(reader, (min(tokens),), closed=True)
+    files = [tmp_path / f"{least[0]}.png", tmp_path / f"{most[0]}.png", tmp_path / "gone.png"]
+    items = [ItemFiles(i, prompt, file) for i, file in enumerate(files)]
+    check = PromptCheck(run, local=True)
+    assert check(section, items[:1]) == ([], {})
+    [warning], _ = check(section, items)
+    assert warning.startswith("2 of 3 prompts are longer than ")
 
 
 def test_one_encoder_that_reads_a_text_is_enough() -> None:

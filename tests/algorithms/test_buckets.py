@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -121,18 +122,26 @@ def test_a_run_of_several_shapes_goes_on_inside_an_epoch_as_the_same_run(run_of:
     assert sizes == through.data.shapes  # in the order of the examples, not in that of the forwards
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 4))
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 4))
 def test_ranks_share_an_evaluation_by_shape(sides: list[int], world_size: int, batch: int) -> None:
+    """Each image once, as many forwards on every rank, and hardly more than if all had one shape: a rank shares at most
+    one shape with the rank before it, and at most one with the rank after it."""
     work = [(Example(i, "", size=(8 * side, 8)), 0) for i, side in enumerate(sides)]
-    shares = [shared_work(work, rank, world_size) for rank in range(world_size)]
+    shares = [shared_work(work, batch, rank, world_size) for rank in range(world_size)]
     assert sorted(row for own, _ in shares for row in own) == [*range(len(work))]
+    each = -(-len(work) // world_size)
+    assert all(len(own) <= each for own, _ in shares)
     forwards = [
-        {side: -(-sum(sides[i] == side for i in (*own, *padding)) // batch) for side in {*sides}}
+        sum(-(-count // batch) for count in Counter(sides[i] for i in own).values()) + len(padding)
         for own, padding in shares
     ]
-    assert all(of_rank == forwards[0] for of_rank in forwards)
-    if world_size == 1 and len({*sides}) == 1:
-        assert shares == [([*range(len(work))], [])]
+    whole, shapes = each // batch, len({*sides})
+    assert {*forwards} == {max(forwards)} and max(forwards) <= whole + shapes
+    if world_size == 1:
+        assert [len(padding) for _, padding in shares] == [0]
+        assert shapes > 1 or shares[0][0] == [*range(len(work))]
+    if shapes == len(sides):
+        assert max(forwards) == each  # a forward per shape on every rank would be `shapes`
 
 
 def test_a_sample_has_the_size_of_its_source(run_of: Config, mixed: dict[str, Any], tmp_path: Path) -> None:

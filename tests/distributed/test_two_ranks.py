@@ -189,13 +189,20 @@ def test_a_file_is_the_same_run_on_two_processes(run_yaml: Path, groups_left_out
 
 @pytest.mark.full
 def test_images_in_their_own_shape_are_the_same_run_on_two_processes(run_yaml: Path) -> None:
-    """Each step, of the warm-up and of RL, has one shape on both ranks; they share the forwards of each shape of an
-    evaluation."""
+    """Each step, of the warm-up and of RL, has one shape on both ranks, with whole weights and with sharded ones. In an
+    evaluation the ranks have other shapes at a time."""
     manifest = write_shapes(run_yaml.parent / "mixed", 3)
     data = f"data={{format: manifest, path: {manifest}, resolution: {{pixels: 2048, max_aspect: 8}}}}"
     own = (data, "warmup_data=null", "evaluation.data=null", "evaluation.num_examples=5", "algorithm.sft_steps=2")
     shape = (*GLOBAL, *own, "training.max_steps=8")
-    ranks_agree_with(in_child(run_yaml, "one", [], *shape), on_two(run_yaml, *shape), "step-000008", pictures=False)
+    one = in_child(run_yaml, "one", [], *shape)
+    ranks_agree_with(one, on_two(run_yaml, *shape), "step-000008", pictures=False)
+    sharded = in_child(run_yaml, "sharded", TORCHRUN, *shape, "training.sharding=fsdp2")
+    mine, theirs = (load_file(run / "checkpoints" / "step-000008" / "weights" / WEIGHTS) for run in (one, sharded))
+    for name, expected in mine.items():
+        torch.testing.assert_close(theirs[name], expected, atol=1e-5, rtol=0, msg=name)
+    records = [read_metrics(run / "metrics.jsonl") for run in (one, sharded)]
+    same_records(*[[r for r in of_run if r["kind"] != "eval"] for of_run in records])
 
 
 @pytest.mark.full

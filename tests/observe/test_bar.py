@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console, Group
 
+from retouch.algorithms.vlm_grpo.config import VlmDerived
 from retouch.cli.options import start_logging
-from retouch.config import RunConfig, derive
+from retouch.config import RunConfig, derive, load_run, numbers
 from retouch.config.cost import evaluation_forwards, forwards_of
 from retouch.observe import Stopwatch, bar
 from retouch.observe.bar import Pace, TrainingBar, Work
@@ -20,6 +22,8 @@ from retouch.registry import load_attribute
 from retouch.training.build import build
 
 Config = Callable[..., RunConfig]
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def step(number: int, seconds: float, phase: str = "rl", **values: Any) -> dict[str, Any]:
@@ -102,6 +106,22 @@ def test_the_work_of_an_epoch_by_hand(config: Config) -> None:
     assert work.inside("checkpoint", "rl", 4) is None  # the epoch is over
     costs.forwards["eval"] = round(evaluation_forwards(given))
     assert work.inside("eval", "rl", 4) == ("images evaluated", 1, 3)
+
+
+def test_the_work_of_a_cycle_of_completions() -> None:
+    """Of vlm_grpo: the images of all completions that are generated at once; their steps have no forwards to count."""
+    given, costs = load_run(CONFIGS / "tiny/qwen_image_edit_vlm_grpo.yaml"), Counts()
+    derived = numbers(given, 1)
+    assert isinstance(derived, VlmDerived)
+    images = derived.images_per_generation_per_device
+    work = Work(given, derived, costs, lambda: 2, evaluated=3)
+    assert work.inside("text", "rl", 0) is None
+    costs.forwards["rollout"] = 5
+    assert work.inside("rollout", "rl", 0) == ("images sampled", 5 / derived.forwards_per_image, images)
+    costs.images = images
+    assert work.inside("reward_wait", "rl", 0) == ("images scored", images - 2, images)
+    assert work.inside("train_backward", "rl", 0) == ("steps trained", 0, derived.optimizer_steps_per_generation)
+    assert work.of_step == {}  # the time of a step is not that of images
 
 
 def test_an_evaluation_tells_the_time_before_the_first_step(config: Config) -> None:

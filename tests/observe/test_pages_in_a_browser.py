@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import shlex
 import shutil
 import threading
 from pathlib import Path
@@ -12,6 +15,7 @@ from benchmarks.report_pages import write_run
 
 from retouch.observe.comparison import run_names, write_comparison
 from retouch.observe.report import write_report
+from retouch.observe.run_dir import RunLock, read_metrics
 from retouch.observe.watch import open_server
 from tests.browser import Page
 
@@ -54,7 +58,7 @@ def test_a_report_is_zoomed_smoothed_and_its_gallery_browsed(page: Page, tmp_pat
     assert page.run(f"document.querySelector(`{chart}`).hasAttribute('data-zoomed')")
     page.click("#reset")
     page.wait(f"!document.querySelector(`{chart}`).hasAttribute('data-zoomed')")
-    page.mouse("mouseMoved", page.box(f"{chart} .u-over")[:2], pressed=False)
+    page.mouse("mouseMoved", page.box(f"{chart} .u-over")[:2], clicks=0)
     page.wait(f"document.querySelector(`{chart} output`).textContent.startsWith('step 1: ')")
 
     tile = "document.querySelector('.tile')"
@@ -74,6 +78,68 @@ def test_a_report_is_zoomed_smoothed_and_its_gallery_browsed(page: Page, tmp_pat
     page.click(".tile .open")
     page.wait("document.querySelector('dialog').open && document.querySelector('dialog img').naturalWidth == 64")
     assert page.run("window.hacked") is None and page.requests == [file.as_uri()]
+
+
+CATCH_FILES = (
+    "HTMLAnchorElement.prototype.click = function () { "
+    "window.saved = [this.download, decodeURIComponent(this.href).split(',').slice(1).join(',')]; };"
+)
+"""Keeps name and text of a file that a button saves."""
+
+
+def test_commands_are_copied_and_tables_and_curves_saved(page: Page, tmp_path: Path) -> None:
+    """On the page of a killed run, which has a command to continue it; its path needs quotes in a shell."""
+    run = write_run(tmp_path / "it's here" / "run", 6, 3, 4, of=12)
+    (lock := RunLock(run)).take()
+    lock.release()
+    opened(page, write_report(run))
+    page.run(CATCH_FILES)
+    command = f"retouch train {shlex.quote(str(run / 'config.yaml'))} resume=auto"
+    label = "document.querySelector('[data-copy]').textContent"
+    page.run("Object.defineProperty(navigator, 'clipboard', {value: {writeText: async text => { copied = text; }}})")
+    page.click("[data-copy]")
+    page.wait(f"{label} == 'Copied'")
+    assert page.run("copied") == command
+    page.run("navigator.clipboard.writeText = async () => { throw new Error('not allowed'); }")
+    page.click("[data-copy]")
+    page.wait(f"{label} == 'Selected: press Ctrl-C'")
+    assert page.run("String(getSelection())").strip() == command
+
+    page.click("[data-part=evaluation] [title='Save this table']")
+    name, text = page.run("saved")
+    rows = "[...document.querySelectorAll('[data-csv=evaluation] tr')]"
+    shown = page.run(f"{rows}.map(row => [...row.cells].map(cell => cell.innerText))")
+    saved = [[cell.removeprefix("'") for cell in row] for row in csv.reader(io.StringIO(text))]  # no formulas
+    assert name == "evaluation.csv" and saved == shown and len(saved) > 3
+
+    chart = "[data-chart='rollout/combined_score']"
+    page.click(f"{chart} [title='Save this curve']")
+    name, text = page.run("saved")
+    head, *lines = csv.reader(io.StringIO(text))
+    assert name == "rollout-combined_score.csv" and head[:3] == ["line", "step", "rollout/combined_score"]
+    records = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "rollout"]
+    assert [(one, int(step)) for one, step, *_ in lines] == [(run.name, record["step"]) for record in records]
+    assert [float(line[2]) for line in lines] == pytest.approx([r["combined_score"] for r in records], rel=1e-5)
+
+
+def test_an_axis_turns_logarithmic_and_a_double_click_zooms_out(page: Page, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 80, 3, 4)
+    records = [{**r, "grad_norm": 10 ** (r["step"] / 20)} for r in read_metrics(run / "metrics.jsonl")]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    opened(page, write_report(run))
+    chart = "[data-chart='train/grad_norm']"
+    log = f"{chart} [title='Logarithmic axis']"
+    page.box(chart)
+    page.wait(f"document.querySelector(`{chart} canvas`)")
+    before = page.run(f"document.querySelector(`{log}`).getAttribute('aria-pressed')")
+    page.click(log)
+    page.wait(f"document.querySelector(`{log}`).getAttribute('aria-pressed') != '{before}'")
+    left, top, width, _ = page.box(f"{chart} .u-over")
+    page.drag((left + 0.2 * width, top + 50), (left + 0.4 * width, top + 50), (left + 0.5 * width, top + 50))
+    page.wait(f"document.querySelector(`{chart}`).hasAttribute('data-zoomed')")
+    for clicks in (1, 2):
+        page.drag((left + 0.5 * width, top + 50), clicks=clicks)
+    page.wait(f"!document.querySelector(`{chart}`).hasAttribute('data-zoomed')")
 
 
 def test_a_legend_switches_a_line_off_in_every_curve(page: Page, nine: list[Path], tmp_path: Path) -> None:
@@ -128,9 +194,7 @@ def goes_on_under_the_hands_of_a_user(page: Page, run: Path) -> None:
         "window.asked = []; const ask = fetch; window.fetch = async (...what) => { const answer = await ask(...what); "
         "asked.push(answer.status); const read = answer.json.bind(answer); answer.json = async () => { "
         "const news = await read(); for (const chart of news.page.charts) for (const line of chart.lines) "
-        "line.thinned = true; return news; }; return answer; }; "
-        "HTMLAnchorElement.prototype.click = function () { "
-        "window.saved = [this.download, decodeURIComponent(this.href)]; };"
+        f"line.thinned = true; return news; }}; return answer; }}; {CATCH_FILES}"
     )
     chart = "[data-chart='rollout/combined_score']"
     output, slider = (f"document.querySelector(`{chart} output`).textContent", "document.querySelector('[name=step]')")

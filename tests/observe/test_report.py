@@ -20,7 +20,7 @@ from retouch.config import load_run
 from retouch.errors import ConfigError
 from retouch.observe.comparison import write_comparison
 from retouch.observe.gallery import image_inside, shown_file
-from retouch.observe.report import change_of, milestones, write_report
+from retouch.observe.report import _has_trained, change_of, milestones, write_report
 from retouch.observe.run_dir import RunLock
 from retouch.use.ending import ending
 from tests.command_line import retouch
@@ -121,7 +121,8 @@ def test_it_says_what_the_run_did(run: Path) -> None:
     keys = [chart["key"] for chart in page.data["charts"]]
     assert keys.index("rollout/combined_score") < keys.index("eval/preservation") < keys.index("train/loss")
     reward = page.curve("rollout/reward/preservation")
-    assert (reward["section"], reward["better"], reward["lines"][0]["x"]) == ("reward", "higher", [3])
+    assert (reward["section"], reward["lines"][0]["x"]) == ("reward", [3])
+    assert reward["sentence"].endswith(" Higher is better.")
 
 
 def test_its_pictures_are_those_of_the_run(run: Path) -> None:
@@ -296,6 +297,26 @@ def test_a_link_in_place_of_an_image_is_not_followed(run: Path, tmp_path: Path) 
     before = report(run)
     held = base64.b64encode(secret.read_bytes()).decode()
     assert held not in (run / "report.html").read_text() and len(before.images) == 1  # of step 0
+
+
+def test_evaluations_that_are_a_link_are_named(run: Path, tmp_path: Path) -> None:
+    """Such as one to a larger disk: the page tells why it has no images, and so does a comparison."""
+    shutil.move(run / "evaluations", tmp_path / "disk")
+    (run / "evaluations").symlink_to(tmp_path / "disk")
+    told = "evaluations/ is a link, which no page follows because it may lead anywhere; link the run directory instead"
+    assert f"No images and no intervals of the evaluations: {told}." in report(run)
+    other = shutil.copytree(run, tmp_path / "other", symlinks=True)
+    page = write_comparison({"a": run, "b": other}, tmp_path / "compare.html").path
+    assert f"No samples of a: {told}." in Page(page.read_text(encoding="utf-8"))
+
+
+def test_rewards_are_trained_where_rollouts_or_steps_log_them() -> None:
+    """A supervised warm-up logs none; TRL's trainer logs them with its steps, and has no rollouts."""
+    steps = {"rollout": [], "train": [{"step": 1, "loss": 0.5}]}
+    assert not _has_trained({"last": {}}, steps)
+    assert _has_trained({"last": {}}, {**steps, "train": [{"step": 1, "loss": 0.5, "reward": 0.1}]})
+    assert _has_trained({"last": {}}, {**steps, "rollout": [{"step": 1}]})
+    assert not _has_trained({"base": {}}, {**steps, "rollout": [{"step": 1}]})
 
 
 def test_nothing_behind_a_link_is_shown(run: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from retouch.config import ConfigError, RunConfig
 from retouch.config.load import dump_run, parse_run
 from retouch.config.trust import named
 from retouch.config.yaml12 import parse
-from retouch.observe.comparison import RunRecord, reward_conflicts
+from retouch.observe.conflicts import RunRecord, reward_conflicts
 from retouch.rewards.judge import JudgeConfig
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.judge_budget import share_budgets

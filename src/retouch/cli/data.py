@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ def validate(
     from retouch.data.validate import validation_table
     from retouch.families.prompts import PromptCheck
 
+    logging.getLogger(__name__).info("reading the items of %s, and the tokenizers of its model if it names one", path)
     prompts_of = partial(PromptCheck, local=True)
     findings = find_problems(path, parse_size(resolution, "--resolution"), trust=trust, prompts_of=prompts_of)
     typer.echo(json.dumps([asdict(one) for one in findings], indent=2) if as_json else validation_table(findings))
@@ -151,10 +153,11 @@ def build(
 ) -> None:
     """Train a tiny base from scratch on a CPU, and measure it on held-out texts (or instructions, or fonts)."""
     start_logging()
-    from retouch.tiny.training import empty_folder
-
     if family not in BUILDERS:
         raise ConfigError(f"FAMILY: given {family!r}; {nearest(family, BUILDERS)}")
+    note_loading(family)
+    from retouch.tiny.training import empty_folder
+
     with writing(out), empty_folder(out):
         result = BUILDERS[family](out, seed)
     typer.echo(json.dumps(result, indent=2))

@@ -158,10 +158,12 @@ def env(
     from retouch.rewards.environments import environment_of, make, resolve
 
     start_logging()
+    if as_json and not dry_run:
+        raise ConfigError("--json: given without --dry-run; add it, or leave --json out")
     environment, reward = environment_of(name)
     folder = path or Path("reward-envs") / environment.name
     commands = environment.commands(reward, folder, devices, endpoints)
-    if dry_run and as_json:
+    if as_json:
         typer.echo(json.dumps(resolve(environment), indent=2))
         return
     typer.echo(f"{environment.title}; rewards: {', '.join(environment.rewards)}")

@@ -154,6 +154,12 @@ def shape_of(item: ItemFiles, config: DataSection) -> Shape:
     return config.size_for(image_size(first) if first is not None and isinstance(config.resolution, Buckets) else None)
 
 
+_DEMO_DATA = "runs/demo-data"
+"""Data of the tiny run files where DATA_PATH is not set."""
+
+_DEMO_REMEDY = "; the demo makes it (`make demo`, or `retouch init --example demo; python demo.py`); or set DATA_PATH"
+
+
 def listed_in(config: DataSection, purpose: str) -> list[ItemFiles | ItemError]:
     """The items of a section, and those that are broken.
 
@@ -164,7 +170,8 @@ def listed_in(config: DataSection, purpose: str) -> list[ItemFiles | ItemError]:
         return config.items()
     except DataError as error:  # formats name their keys as those of `data`
         key = f"{purpose}:" if purpose.startswith("--") else f"{purpose}.path:"
-        raise DataError(re.sub(r"^data\.path:", key, str(error))) from None
+        remedy = _DEMO_REMEDY if _DEMO_DATA in config.path and not Path(config.path).exists() else ""
+        raise DataError(re.sub(r"^data\.path:", key, str(error)) + remedy) from None
 
 
 def load_dataset(

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from retouch.config import ConfigError, RunConfig
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles
-from retouch.data.dataset import all_embedded
+from retouch.data.buckets import Shape
+from retouch.data.dataset import all_embedded, shape_of
 from retouch.data.texts import reading_rewards
-from retouch.errors import shown
+from retouch.errors import ImageProblem, shown
 from retouch.files.model_files import ModelFilesError, component_path
 from retouch.imaging.lines import parse_lines
 from retouch.process.plain_text import some_of
@@ -82,23 +84,37 @@ class PromptCheck:
             path = _downloaded(path)
         return _readers_of(model.family, model.model_dump_json(), path, embedded)
 
-    def _images(self, section: DataSection) -> Callable[[ItemFiles], tuple[int, ...]]:
-        """Item -> tokens of each image that a text encoder reads with its prompt."""
-        edited, more = (max(map(self.run.model.vision_tokens, sizes)) for sizes in (section.page_sizes, section.sizes))
-        return lambda item: (edited, *[more] * len(item.more_paths)) if edited and item.source_path is not None else ()
+    def _images(self, section: DataSection, item: ItemFiles, shape: Shape) -> tuple[int, ...]:
+        """Tokens of each image that a text encoder reads with the prompt of an item whose example has a shape; the
+        edited one has the strip of its reference above it."""
+        strip = section.image_options.reference_strip or 0
+        edited = self.run.model.vision_tokens((shape[0] + strip, shape[1]))
+        more = (self.run.model.vision_tokens(shape),) * len(item.more_paths)
+        return (edited, *more) if edited and item.source_path is not None else ()
+
+    def _largest(self, section: DataSection) -> Shape:
+        """The shape of a section whose images take the most tokens."""
+        return max(section.sizes, key=self.run.model.vision_tokens)
+
+    def _own_images(self, section: DataSection, item: ItemFiles) -> tuple[int, ...]:
+        """`_images` of the item's own shape, which its file decides; of the largest one if the file is gone."""
+        most = self._images(section, item, self._largest(section))
+        with suppress(ImageProblem):
+            return self._images(section, item, shape_of(item, section)) if most else ()
+        return most
 
     def _cut(self, reader: PromptReader, section: DataSection, items: Sequence[ItemFiles]) -> dict[int, int]:
         """Position -> tokens, of the prompts that a text encoder does not read whole."""
         least, asked = lru_cache(maxsize=None)(partial(reader.count, "")), dict[int, Asked]()
-        images_of = self._images(section)
+        largest = self._largest(section)
         for position, item in enumerate(items):
             if item.embedding_path is not None and reader.name == self.run.model.spec.embedded_encoder:
                 continue  # a file has its output
-            images = images_of(item)
             # a tokenizer makes at most one token of an ASCII character: most prompts are not tokenized
-            if item.prompt.isascii() and len(item.prompt) + least(images) + _SLACK <= reader.length:
+            most = len(item.prompt) + least(self._images(section, item, largest)) + _SLACK
+            if item.prompt.isascii() and most <= reader.length:
                 continue
-            asked[position] = item.prompt, images
+            asked[position] = item.prompt, self._own_images(section, item)
         tokens = _counted(reader, asked.values(), closed=True)
         return {position: tokens[one] for position, one in asked.items() if tokens[one] > reader.length}
 
@@ -108,11 +124,10 @@ class PromptCheck:
         # without such a reward, quotes are a part of the description: a run that began before them keeps its items
         quoted = bool(reading_rewards(self.run))
         texts, asked = dict[int, str | None](), dict[int, Asked]()
-        images_of = self._images(section)
         for position, item in items.items():
             if item.embedding_path is None:
                 texts[position], end = _end_of_text(item, quoted=quoted)
-                asked[position] = item.prompt[:end], images_of(item)
+                asked[position] = item.prompt[:end], self._own_images(section, item)
         ends = {name: _counted(reader, asked.values(), closed=False) for name, reader in readers.items()}
         return {
             position: self._problem(readers, items[position], texts[position], {name: ends[name][one] for name in ends})

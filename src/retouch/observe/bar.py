@@ -22,6 +22,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID
 from rich.text import Text
 
+from retouch.algorithms.vlm_grpo.config import VlmDerived
 from retouch.config import Derived, RunConfig
 from retouch.config.cost import evaluation_forwards, forwards_of, supervised_forwards
 from retouch.observe.cost import Costs
@@ -71,22 +72,31 @@ class Work:
     """
 
     def __init__(
-        self, config: RunConfig, derived: Derived, costs: Costs, awaiting: Callable[[], int], evaluated: int
+        self,
+        config: RunConfig,
+        derived: Derived | VlmDerived,
+        costs: Costs,
+        awaiting: Callable[[], int],
+        evaluated: int,
     ) -> None:
         world, forwards = derived.world_size, forwards_of(config, derived.as_dict())
         self._costs, self._awaiting = costs, awaiting
-        self._supervised = derived.warmup_steps
-        self._images, self._steps = derived.images_per_epoch_per_device, derived.optimizer_steps_per_epoch
         self._sampling = forwards.sampling
         self._evaluated = -(-evaluated * config.evaluation.images_per_example // world)
         self.of_evaluation = self._evaluated * evaluation_forwards(config)
+        self.of_step = dict[str, float]()
+        self._of_training, self._supervised, self._last = 0.0, 0, ""
+        if isinstance(derived, VlmDerived):  # whose steps are mostly forwards of another network
+            self._images = derived.images_per_generation_per_device
+            self._steps = derived.optimizer_steps_per_generation
+            return
+        self._supervised = derived.warmup_steps
+        self._images, self._steps = derived.images_per_epoch_per_device, derived.optimizer_steps_per_epoch
         supervised = derived.global_rows_per_step / world * supervised_forwards(config)
-        self.of_step = {"sft": supervised, "warmup": supervised}
-        self._of_training = 0.0
+        self.of_step |= {"sft": supervised, "warmup": supervised}
         if self._steps:
             self.of_step["rl"] = self._images * forwards.all / self._steps
             self._of_training = self._images * (forwards.ratios + forwards.training) / self._steps
-        self._last = ""
 
     def inside(self, part: str, phase: str, step: int) -> Inside | None:
         """The work under way; None between epochs and in supervised steps, which are short.

@@ -63,8 +63,9 @@ def _chart(meaning: Meaning, lines: Sequence[dict[str, Any] | None]) -> dict[str
     wide = bool(positive) and min(values) >= 0 and max(positive) > _WIDE * min(positive)
     notes = {line.pop("note") for line in lines if line and "note" in line}
     return {
-        "sentence": meaning.sentence,
-        "better": meaning.better,
+        "sentence": f"{meaning.sentence} {meaning.better.capitalize()} is better."
+        if meaning.better
+        else meaning.sentence,
         "log": meaning.log and wide,
         "wide": wide,
         "least": meaning.least,

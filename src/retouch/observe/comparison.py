@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
@@ -21,7 +19,17 @@ from retouch.config.parts import completed
 from retouch.errors import ConfigError
 from retouch.files.disk import write_whole
 from retouch.observe.charts import charts_of, is_number, measures_of
-from retouch.observe.gallery import Gallery, Stored, gallery, image_inside, stored_of
+from retouch.observe.conflicts import (
+    Column,
+    RunRecord,
+    example_conflicts,
+    last_evaluation,
+    reward_conflicts,
+    sampling_conflicts,
+    scored_differently,
+    value_at,
+)
+from retouch.observe.gallery import Gallery, Stored, gallery, image_inside, linked_away, stored_of
 from retouch.observe.measures import SECTIONS
 from retouch.observe.page import Block, Markup, Page, PageTable, document, part, table
 from retouch.observe.report import (
@@ -31,26 +39,12 @@ from retouch.observe.report import (
     evaluation_table,
     judgement,
     records_by_kind,
-    rows_of,
     subtitle,
     tone,
     verdict,
 )
 from retouch.observe.run_dir import read_config, read_metrics, reading_records, require_own
-from retouch.observe.settings import alike, by_dotted_key, differing, sampling_differences, scoring_differences
-from retouch.rewards.judge import with_judge
-
-_HOW_READ = (
-    "resolution",
-    "fit",
-    "reference",
-    "reference_strip",
-    "prompt_template",
-    "target",
-    "max_bad_items",
-    "curriculum",
-)
-"""Keys of a data section that do not change which examples it has."""
+from retouch.observe.settings import by_dotted_key, differing
 
 _OF_ITS_OWN = ("name", "resume", "logging")
 """Keys that the table of differences leaves out."""
@@ -59,43 +53,6 @@ _MOST_VERDICTS = 4
 
 _MOST_LABELS = 3
 """Keys by whose values a group of runs is called; one with more has the name of its first run."""
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """The content of a run directory."""
-
-    name: str
-    path: Path
-    config: Record
-    by_kind: dict[str, list[Record]]
-
-    @cached_property
-    def evaluations(self) -> list[Record]:
-        """The records of those that were made by the run file of today."""
-        return alike(self.path, self.by_kind["eval"])
-
-    @property
-    def rewards(self) -> Record:
-        """With what they have from the section `judge`; as they are stored if only a plug-in's rewards take it, whose
-        module is not imported here."""
-        with suppress(ValueError):
-            return with_judge(self.config).get("rewards") or {}
-        return self.config.get("rewards") or {}
-
-    @property
-    def evaluation_data(self) -> Record:
-        """Falls back to the training data, as the run does."""
-        return self.config["evaluation"].get("data") or self.config["data"]
-
-
-@dataclass(frozen=True)
-class Column:
-    """An evaluation: its title, means by measure, and the measures of each image."""
-
-    title: str
-    means: Record
-    rows: Sequence[Record]
 
 
 @dataclass(frozen=True)
@@ -163,13 +120,13 @@ def write_comparison(
 
 def _write(runs: Mapping[str, Path], out: Path, sampled: Sampled | None, inside: bool | None) -> Comparison:
     records = [_read(name, path) for name, path in runs.items()]
-    columns = sampled.columns if sampled else {r.name: _last_evaluation(r) for r in records if r.evaluations}
+    columns = sampled.columns if sampled else {r.name: last_evaluation(r) for r in records if r.evaluations}
     conflicts = {} if sampled else {**sampling_conflicts(records), **example_conflicts(records)}
     paired = [record for record in records if record.name in columns and record.name not in conflicts]
     paired = paired if records[0] in paired else []
     unevaluated = [f"{record.name} has {_no_evaluation(record)}" for record in records if not record.evaluations]
     problems = [] if sampled else [*conflicts.values(), *reward_conflicts(records), *unevaluated]
-    left_out = {run.name: set() if sampled else set(_scored_differently(records[0], run)) for run in records}
+    left_out = {run.name: set() if sampled else set(scored_differently(records[0], run)) for run in records}
     verdicts = _verdicts(paired, columns, left_out)
     groups = groups_of(records)
     rewards = {name: entry for record in records for name, entry in record.rewards.items()}
@@ -246,82 +203,10 @@ def _title(runs: Sequence[RunRecord], values: Record) -> str:
     return f"{what} ({len(runs)} seeds)"
 
 
-def example_conflicts(runs: Sequence[RunRecord]) -> dict[str, str]:
-    """Runs with other evaluation examples than the first, each with a sentence."""
-    first = runs[0]
-    found: dict[str, str] = {}
-    for run in runs[1:]:
-        keys = [k for k in differing(first.evaluation_data, run.evaluation_data) if k.split(".")[0] not in _HOW_READ]
-        shown = ", ".join(f"{k} {_at(first.evaluation_data, k)} and {_at(run.evaluation_data, k)}" for k in keys)
-        if not keys and _texts_differ(first, run):
-            shown = "the same data section, but other texts: the data have changed between the runs"
-        if shown:
-            found[run.name] = (
-                f"evaluation.data: {first.name} and {run.name} evaluate on different examples ({shown}): their "
-                f"values are not paired; run `retouch eval --run {first.path} --run {run.path} --data DATA` to sample "
-                "both on the same examples"
-            )
-    return found
-
-
-def sampling_conflicts(runs: Sequence[RunRecord]) -> dict[str, str]:
-    """Runs whose evaluations were sampled with other settings than the first's, each with a sentence."""
-    first = runs[0]
-    found: dict[str, str] = {}
-    for run in runs[1:]:
-        keys = {**sampling_differences(first.config, run.config), **_other_weights(first.config, run.config)}
-        shown = ", ".join(f"{key} {one} and {other}" for key, (one, other) in keys.items())
-        if shown:
-            found[run.name] = (
-                f"evaluation: {first.name} and {run.name} were sampled with different settings ({shown}): their values "
-                f"are not paired; run `retouch eval --run {first.path} --run {run.path}` to sample both with those of "
-                f"{first.name}"
-            )
-    return found
-
-
-def _other_weights(one: Record, other: Record) -> dict[str, tuple[Any, Any]]:
-    """The key of the evaluated weights, where both runs have EMA weights and one evaluates its raw ones."""
-    kinds = ["raw" if run["evaluation"].get("weights") == "raw" else "ema" for run in (one, other)]
-    both = bool(one.get("ema") and other.get("ema"))
-    return {"evaluation.weights": (kinds[0], kinds[1])} if both and kinds[0] != kinds[1] else {}
-
-
-def reward_conflicts(runs: Sequence[RunRecord]) -> list[str]:
-    """One sentence for each reward of one name that two runs define differently."""
-    first = runs[0]
-    return [
-        f"rewards.{name}: {first.name} and {run.name} define it differently ({', '.join(keys)}); its scores "
-        "are not compared"
-        for run in runs[1:]
-        for name, keys in _scored_differently(first, run).items()
-    ]
-
-
 def _read(name: str, path: Path) -> RunRecord:
     require_own(path)
     config = completed(read_config(path))  # with defaults for keys of newer versions
     return RunRecord(name, path, config, records_by_kind(read_metrics(path / "metrics.jsonl")))
-
-
-def _last_evaluation(run: RunRecord) -> Column:
-    last = run.evaluations[-1]
-    title = f"{run.name} (step {last['step']}, {last['images']} images)"
-    return Column(title, last, rows_of(run.path, last))
-
-
-def _texts_differ(one: RunRecord, other: RunRecord) -> bool:
-    """Whether examples of one id have different texts in the last evaluations."""
-    if not (one.evaluations and other.evaluations):
-        return False
-    texts = {row["example"]: row.get("text") for row in _last_evaluation(one).rows}
-    return any(texts.get(row["example"], row.get("text")) != row.get("text") for row in _last_evaluation(other).rows)
-
-
-def _scored_differently(one: RunRecord, other: RunRecord) -> dict[str, list[str]]:
-    common = [name for name in one.rewards if name in other.rewards]
-    keys = {name: scoring_differences(one.rewards[name], other.rewards[name]) for name in common}
-    return {name: differing for name, differing in keys.items() if differing}
 
 
 def _runs(groups: Sequence[Group]) -> Markup:
@@ -427,7 +312,7 @@ def _why_no_samples(run: RunRecord, first: RunRecord, conflicts: Mapping[str, st
     if not run.evaluations:
         return f"it has {_no_evaluation(run)}"
     if not _last_stored(run):
-        return "its last evaluation kept no images; set evaluation.grid_examples"
+        return linked_away(run.path) or "its last evaluation kept no images; set evaluation.grid_examples"
     if run.name in conflicts:
         return f"they are not of the examples and settings of {first.name}"
     return f"{first.name}, with which they would be paired, has none"
@@ -443,10 +328,6 @@ def _differences(runs: Sequence[RunRecord]) -> Markup:
     keys = dict.fromkeys(key for config in configs[1:] for key in differing(configs[0], config))
     if not keys:
         return part("section", "Run files", "", part("line", "They are the same."))
-    lines = [[key, *(_at(config, key) for config in configs)] for key in keys]
+    lines = [[key, *(value_at(config, key) for config in configs)] for key in keys]
     shown = table(PageTable("run-files", ["", *(run.name for run in runs)], lines))
     return part("section", "Run files: keys that differ", "", shown)
-
-
-def _at(config: Record, key: str) -> Any:
-    return by_dotted_key(config).get(key, "–")

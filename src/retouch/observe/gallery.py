@@ -82,6 +82,13 @@ class Gallery:
     beside: bool
 
 
+def linked_away(run: Path) -> str:
+    """Why the evaluations of a run directory are not shown; "" if they are its own."""
+    if not (run / "evaluations").is_symlink():
+        return ""
+    return "evaluations/ is a link, which no page follows because it may lead anywhere; link the run directory instead"
+
+
 def stored_of(run: Path, steps: Collection[int]) -> list[Stored]:
     """The evaluations of a run directory with images, oldest first.
 

@@ -20,7 +20,7 @@ from retouch.files import plain_json
 from retouch.files.disk import is_own, write_whole
 from retouch.observe.charts import charts_of, is_number, measures_of
 from retouch.observe.cost import COUNTED
-from retouch.observe.gallery import gallery, image_inside, shown_file, stored_of
+from retouch.observe.gallery import gallery, image_inside, linked_away, shown_file, stored_of
 from retouch.observe.kept import steps_kept
 from retouch.observe.measures import DRIFT, SECTIONS, judged
 from retouch.observe.page import Block, Markup, Page, PageTable, document, part, table
@@ -102,13 +102,13 @@ def page_of(run: Path, *, inside: bool | None, live: bool) -> Page:
     rows = {name: rows_of(run, record) for name, record in points.items()}
     stored = stored_of(run, {record["step"] for record in by_kind["eval"]})
     images = gallery(stored, run / "report.html", _gallery_measures(points, rewards), inside=inside)
-    last_two = list(rows.values())[-2:] if "last" in points and by_kind["rollout"] else []  # a warm-up reads no rewards
+    last_two = list(rows.values())[-2:] if _has_trained(points, by_kind) else []
     return Page(
         str(config["name"]),
         [
             Block("html", "subtitle", part("line", subtitle(config, by_kind))),
             Block("html", "status", part("status", status_of(run, config, records, live=live))),
-            Block("html", "verdict", _verdict(points, rows, list(rewards)) + _left_out(by_kind["eval"], compared)),
+            Block("html", "verdict", _verdict(points, rows, list(rewards)) + _left_out(run, by_kind["eval"], compared)),
             Block("tools"),
             *(Block("charts", key, title=SECTIONS[key]) for key in ("reward", "measures")),
             Block("html", "evaluation", _evaluations(points, rows) + _transfer_section(last_two, rewards)),
@@ -175,16 +175,19 @@ def _verdict(points: dict[str, Record], rows: dict[str, list[Record]], rewards: 
     return verdict(Verdict(f"{word[:1].upper()}{word[1:]}:", text, _TONES.get(word, "")))
 
 
-def _left_out(evaluations: Sequence[Record], compared: Sequence[Record]) -> Markup:
-    """One sentence on evaluations that were made with other settings than today's."""
-    if len(compared) == len(evaluations):
-        return Markup()
-    step = max(record["step"] for record in evaluations if record not in compared)
-    return part(
-        "line",
-        f"Evaluations up to step {step} were sampled or scored with other settings than the run file has now: verdict, "
-        "table and transfer leave them out.",
-    )
+def _left_out(run: Path, evaluations: Sequence[Record], compared: Sequence[Record]) -> Markup:
+    """One sentence on evaluations that were made with other settings than today's, and one on linked ones."""
+    lines = Markup()
+    if len(compared) < len(evaluations):
+        step = max(record["step"] for record in evaluations if record not in compared)
+        lines += part(
+            "line",
+            f"Evaluations up to step {step} were sampled or scored with other settings than the run file has now: "
+            "verdict, table and transfer leave them out.",
+        )
+    if problem := linked_away(run):
+        lines += part("line", f"No images and no intervals of the evaluations: {problem}.")
+    return Markup(lines)
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,12 @@ def _evaluations(points: dict[str, Record], rows: dict[str, list[Record]]) -> Ma
         before, after = list(points)[-2:]
         changes[f"{after} − {before}"] = lambda measure: change_of(rows[before], rows[after], measure)
     return evaluation_table(columns, changes, "one kind of weights; differences are paired by image.")
+
+
+def _has_trained(points: Mapping[str, Record], by_kind: Mapping[str, Sequence[Record]]) -> bool:
+    """Whether rewards were optimized between the last two evaluations: a supervised warm-up reads no rewards. TRL's
+    trainer logs them with its steps."""
+    return "last" in points and bool(by_kind["rollout"] or any("reward" in one for one in by_kind["train"]))
 
 
 def _transfer_section(rows: Sequence[Sequence[Record]], rewards: Mapping[str, Record]) -> Markup:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
 from operator import add
@@ -166,12 +166,12 @@ def draw_and_score(
     batch_size: int,
     rewards: RewardTable,
     clock: Stopwatch,
-    padding: int = 0,
+    padding: Work | None = None,
 ) -> Scored:
     """Sample and score the images of some work, those of one shape in a forward.
 
     Args:
-        padding: number of last images that are sampled only to take as many forwards as other processes do.
+        padding: images that are sampled, each in a forward, only to take as many forwards as other processes do.
 
     Raises:
         RewardOutage: rewards stayed away.
@@ -180,28 +180,24 @@ def draw_and_score(
     raw: list[np.ndarray[Any, Any]] = []
     pending: list[Scores] = []
     places: list[int] = []
-    real = len(work) - padding
-    chunks = batches_of_one_shape([example.shape for example, _ in work], batch_size)
-    batches = ((chunk, [work[i][0] for i in chunk]) for chunk in chunks)
-    for rows, condition in encoded_ahead(model, batches, guidance_scale, clock):
-        chunk = [work[i] for i in rows]
+    batches = [(rows, [work[i] for i in rows]) for rows in batches_of_one_shape(_shapes(work), batch_size)]
+    batches += [([], [one]) for one in padding or ()]
+    asked = (((rows, chunk), [example for example, _ in chunk]) for rows, chunk in batches)
+    for (rows, chunk), condition in encoded_ahead(model, asked, guidance_scale, clock):
         batch = [example for example, _ in chunk]
         size = condition.size
         plan = plan_of.setdefault(size, ode_plan(model.schedule(num_steps, size)))
         seeds = [derive_seed("eval", example.id, k) for example, k in chunk]
         with clock.part("rollout"):
             final = sample(model, network, plan, condition, seeds).final
-        # Padding is last in the work and in each batch, and only takes a forward, which sharded weights need on every
-        # process. It is neither decoded nor scored.
-        kept = sum(row < real for row in rows)
-        places += rows[:kept]
-        if not kept:
+        if not rows:
             continue
+        places += rows
         with clock.part("vae"):
-            decoded = model.decode(final[:kept])
+            decoded = model.decode(final)
             images = without_strip(to_uint8(decoded), batch)
         raw += list(images.numpy())
-        items = items_of(batch[:kept], images, [e.id for e in batch[:kept]])
+        items = items_of(batch, images, [e.id for e in batch])
         if rewards.evaluated:
             pending.append(rewards.submit(items, broken=broken_rows(decoded), training=False))
     with clock.part("reward_wait"):
@@ -210,16 +206,19 @@ def draw_and_score(
     return Scored(raw, outcomes).placed(places)
 
 
-def shared_work(work: Work, rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    """Places in some work of a rank's images: its share of each shape, and those that give every rank as many forwards
-    of it."""
-    own: list[int] = []
-    padding: list[int] = []
-    for rows in by_shape([example.shape for example, _ in work]):
-        mine, missing = own_share(rows, rank, world_size)
-        own += mine
-        padding += rows[:1] * missing
-    return own, padding
+def shared_work(work: Work, batch_size: int, rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Places in some work of a rank's images, and of those that it samples alone to take as many forwards as the
+    others. Ranks take consecutive slices of the work in order of shape: a share of each shape would be mostly padding
+    where shapes are rare."""
+    shapes = _shapes(work)
+    ordered = [row for rows in by_shape(shapes) for row in rows]
+    shares = [own_share(ordered, other, world_size)[0] for other in range(world_size)]
+    forwards = [len(batches_of_one_shape([shapes[row] for row in share], batch_size)) for share in shares]
+    return shares[rank], ordered[:1] * (max(forwards) - forwards[rank])
+
+
+def _shapes(work: Work) -> list[Hashable]:
+    return [example.shape for example, _ in work]
 
 
 def measured(work: Work, scored: Scored) -> Evaluation:
@@ -364,7 +363,8 @@ def evaluated(run: Run) -> Evaluation | None:
     """
     c, engine = run.config.evaluation, run.engine
     work = work_of(run.eval_data[: c.num_examples], c.images_per_example)
-    own, padding = shared_work(work, engine.rank, engine.world_size)
+    share = partial(shared_work, work, run.config.rollout.batch_size_per_device, world_size=engine.world_size)
+    own, padding = share(engine.rank)
     scored: Scored | None = None
     stopped: RewardOutage | None = None
     with run.clock.part("eval"):
@@ -373,20 +373,20 @@ def evaluated(run: Run) -> Evaluation | None:
                 scored = draw_and_score(
                     run.model,
                     run.network,
-                    [work[i] for i in (*own, *padding)],
+                    [work[i] for i in own],
                     c.num_steps or run.config.rollout.num_steps,
                     run.guidance_scale,
                     run.config.rollout.batch_size_per_device,
                     run.rewards,
                     Stopwatch(),  # all of it counts as "eval"
-                    len(padding),
+                    [work[i] for i in padding],
                 )
         except RewardOutage as error:
             stopped = error
         raise_together(stopped, engine.any)
         assert scored is not None
         parts = engine.gather_list([scored])
-        places = [place for rank in range(engine.world_size) for place in shared_work(work, rank, engine.world_size)[0]]
+        places = [place for rank in range(engine.world_size) for place in share(rank)[0]]
         return measured(work, reduce(add, parts).placed(places)) if engine.is_main else None
 
 

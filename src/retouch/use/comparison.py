@@ -21,12 +21,8 @@ from retouch.data.base import ItemFiles
 from retouch.data.dataset import Dataset, all_embedded
 from retouch.files.disk import write_whole
 from retouch.imaging.png import write_png
-from retouch.observe.comparison import (
-    BASE,
-    Column,
-    Sampled,
-    write_comparison,
-)
+from retouch.observe.comparison import BASE, Sampled, write_comparison
+from retouch.observe.conflicts import Column
 from retouch.observe.log import repeated_names
 from retouch.observe.report import change_of
 from retouch.observe.settings import sampling_differences, scoring_differences

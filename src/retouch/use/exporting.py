@@ -68,6 +68,7 @@ def export_weights(
         )
 
     # All errors of the command line and of the records are raised above, before torch is imported and a base is read.
+    logger.info("loading torch, then %s", folder)
     from safetensors import SafetensorError
 
     from retouch.adapters.export import export

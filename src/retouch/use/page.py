@@ -248,7 +248,7 @@ def page(gradio: Any, studio: Studio) -> Any:
                     interactive=False, elem_id="compared",
                 )  # fmt: skip
                 all_of_them = gradio.Gallery(
-                    label="All samples; click one to compare it", format="png", columns=2, height="auto",
+                    label="All samples; click one to compare it", format="png", columns=2, height="max-content",
                     object_fit="contain", allow_preview=False, interactive=False, elem_id="gallery",
                 )  # fmt: skip
 

@@ -38,6 +38,7 @@ from retouch.engine import Launched, gather_list
 from retouch.engine.checkpoint import verify_once
 from retouch.engine.saved import sound_state
 from retouch.engine.zero import note_compiling
+from retouch.observe.bar import Work
 from retouch.observe.run_dir import read_metrics
 from retouch.training.opening import log_header, open_run
 from retouch.training.resume import (
@@ -106,7 +107,9 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
     missing = ("eval", step) not in [(record["kind"], record["step"]) for record in read_metrics(metrics)]
     trainer.owes_evaluation = trainer.any_rank(run.dir.main and due and missing)
     log_header(run, trainer.trained_parameters(), folder)
-    with trainer.stops.handling_signals(), run.dir.bar(run.clock, lambda: "rl", step):
+    evaluated = min(len(run.eval_data), config.evaluation.num_examples)
+    work = Work(config, run.derived, trainer.costs, run.rewards.awaiting, evaluated)
+    with trainer.stops.handling_signals(), run.dir.bar(run.clock, lambda: "rl", step, work):
         try:
             trainer.train(resume_from_checkpoint=str(folder) if folder else None)
             trainer.finish()

@@ -15,8 +15,8 @@
     return node;
   };
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const number = (value) => value == null ? "–" : Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3)
-    ? value.toExponential(2) : String(+value.toPrecision(4));
+  const number = (value, digits = 4) => value == null ? "–" : Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3)
+    ? value.toExponential(2) : String(+value.toPrecision(digits));
   const read = (id) => JSON.parse($(id).textContent);
 
   let page = read("#data");
@@ -92,11 +92,10 @@
       this.note = make("span", { class: "note" });
       this.plotHost = make("div", { class: "plot" });
       this.name = make("span", { class: "name" });
-      this.better = make("span", { class: "better" });
       this.say = make("p", { class: "say" });
       const csv = make("button", { text: "CSV", title: "Save this curve", onclick: () => this.save() });
       this.figure = make("figure", { class: "chart" },
-        make("div", { class: "head" }, this.name, this.better, this.logButton, csv), this.say, this.plotHost, this.output, this.note);
+        make("div", { class: "head" }, this.name, this.logButton, csv), this.say, this.plotHost, this.output, this.note);
       host.append(this.figure);
       sight.observe(this.figure);
       new ResizeObserver(() => this.plot?.setSize({ width: this.plotHost.clientWidth, height: HEIGHT })).observe(this.plotHost);
@@ -107,7 +106,6 @@
       if (first) this.log = chart.log;
       this.figure.dataset.chart = chart.key;
       this.name.textContent = chart.key;
-      this.better.textContent = chart.better ? `${chart.better} is better` : "";
       this.say.textContent = chart.sentence;
       this.note.textContent = chart.note;
       this.logButton.hidden = !chart.wide;
@@ -301,7 +299,7 @@
     const [before, after] = [cells[state.before]?.[item], cells[state.after][item]];
     const both = (of) => before && state.before !== state.after ? `${of(before)} → ${of(after)}` : of(after);
     if (after.read != null) line("read", both((one) => one.read ?? "–"));
-    if (measures.length) line(measures[state.measure].name, both((one) => number(one.v[state.measure])));
+    if (measures.length) line(measures[state.measure].name, both((one) => number(one.v[state.measure], 3)));
     return node;
   };
   const columnsOf = (item) => make("div", { class: "row" }, ...page.gallery.variants.map((variant, v) => {
