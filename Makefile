@@ -4,8 +4,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Modules are compiled when they are first imported, those of a run at the end of the installation: compiling all of them
-# takes half of its time.
+# Modules are compiled when they are first imported, since compiling all of them takes half of an installation: for the demo
+# at its end, for tests by the server whose forks they are, while style and types are checked.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --prefer-binary -c constraints.txt
 export PYTHONDONTWRITEBYTECODE=
 SOURCES := src tests examples benchmarks tools
@@ -99,8 +99,6 @@ define install
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu, install the package python3-venv" >&2; exit 2; }
 	@echo "installing into .venv ..."
 	$(subst --quiet,,$(PIP)) -e ".[$(1)]"
-	@echo "compiling ..."
-	@$(BIN)/python -c "import retouch.cli, torch, diffusers.models, transformers, accelerate, peft, rapidocr"
 endef
 OF_DEMO := train,serve,ocr
 OF_TESTS := $(OF_DEMO),vlm,mmmg,quantize,wandb,dev
@@ -108,6 +106,8 @@ OF_TESTS := $(OF_DEMO),vlm,mmmg,quantize,wandb,dev
 # the extras of the demo
 .venv/.runtime: pyproject.toml constraints.txt
 	$(call install,$(OF_DEMO))
+	@echo "compiling ..."
+	@$(BIN)/python -c "import retouch.cli, torch, diffusers.models, transformers, accelerate, peft, rapidocr"
 	@touch $@
 
 # those of the tests, too

@@ -187,6 +187,7 @@ def finished(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
                 signs,
                 root,
                 name=kind,
+                model__path=shallow_flux(),
                 model__train=train,
                 algorithm__sft_steps=2,
                 optimizer__lr=3e-3 if kind == "lora" else 1e-3,

@@ -1,5 +1,5 @@
-"""Which cells of a product `make test-ci` takes: mostly so many that every two values meet. `make test-all` takes the
-rest."""
+"""Which cells of a product `make test-ci` takes: so many that every value, or every two values, are in one. `make
+test-all` takes the rest."""
 
 from __future__ import annotations
 

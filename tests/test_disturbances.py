@@ -118,7 +118,9 @@ def test_the_package_measures_no_time_by_the_wall_clock() -> None:
     found = [
         f"{file.name}:{node.lineno}"
         for file in sorted(Path(package.__file__).parents[1].rglob("*.py"))
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for text in [file.read_text(encoding="utf-8")]
+        if "time.time" in text or "datetime" in text
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "datetime.now", "datetime.utcnow")
     ]
     assert [place.partition(":")[0] for place in found] == ["__init__.py", "addresses.py"], found

@@ -31,6 +31,8 @@ from retouch.types import Example
 from retouch.use import comparison
 from retouch.use.loaded import Loaded
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 
 @pytest.fixture
 def loaded(config: Callable[..., RunConfig]) -> Loaded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from retouch.tiny.edits import write_edits
 from retouch.tiny.signs import draw_words, synthesize, write_signs
 from tests.command_line import retouch
 from tests.docs.pages import REPOSITORY
-from tests.selection import default
+from tests.selection import default, rows
 
 ALGORITHMS = ("sft", "grpo", "ppo", "dpo", "nft")
+DESCRIBED = ("sd_inpaint", "flux_fill", "qwen_image_edit", "flux_fill", "sd_inpaint")
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +49,9 @@ def started(tmp_path: Path, folder: Path, *options: str) -> tuple[RunConfig, str
     return load_run(tmp_path / "run.yaml"), outcome.out
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("family", ["flux_fill", "sd_inpaint", "qwen_image_edit"])
+@pytest.mark.parametrize(
+    ("family", "algorithm"), rows([*product(dict.fromkeys(DESCRIBED), ALGORITHMS)], [*zip(DESCRIBED, ALGORITHMS)])
+)
 def test_descriptions_get_rewards_that_fit_them(photos: Path, tmp_path: Path, family: str, algorithm: str) -> None:
     run, out = started(tmp_path, photos, "--family", family, "--algorithm", algorithm)
     assert (run.model.family, run.algorithm.name) == (family, algorithm)

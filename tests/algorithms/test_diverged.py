@@ -16,6 +16,8 @@ from retouch.training.step import Step
 from tests.command_line import retouch
 from tests.selection import default
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 RUNS: dict[str, dict[str, Any]] = {
     "sft": {"algorithm": {"name": "sft"}, "model__train": {"kind": "lora", "rank": 4}},
     "grpo": {"algorithm__inner_epochs": 3, "algorithm__kl_weight": 0.1, "ema": {"decay": 0.9, "update_interval": 1}},

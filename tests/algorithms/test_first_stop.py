@@ -179,7 +179,7 @@ def test_the_base_is_the_reference_after_an_outage_too(
 
 @pytest.mark.parametrize(
     ("stop", "algorithm"),
-    rows([*product(["signal", "minutes", "disk"], OPTIONS)], [("minutes", "kto"), ("disk", "nft")]),
+    rows([*product(["signal", "minutes", "disk"], OPTIONS)], [("minutes", "kto")]),
 )
 def test_other_stops_there_are_resumed_bitwise(
     stop: str, algorithm: str, run_of: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
@@ -223,7 +223,7 @@ def killed() -> None:
     ("stop", "algorithm"),
     rows(
         [*product(["minutes", "signal", "killed"], OPTIONS)],
-        [("signal", "nft"), ("killed", "dpo_offline")],
+        [("killed", "dpo_offline")],
     ),
 )
 def test_a_run_begun_from_another_does_not_begin_from_the_base(

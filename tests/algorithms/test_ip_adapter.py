@@ -120,7 +120,7 @@ def start_of(made: RunConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch.
     ("family", "algorithm"),
     rows(
         CELLS,
-        [("flux_fill", "sft"), ("flux_fill", "reward_gradient"), ("sd_inpaint", "grpo"), ("qwen_image", "nft")],
+        [("flux_fill", "reward_gradient"), ("sd_inpaint", "grpo"), ("qwen_image", "nft")],
     ),
 )
 @pytest.mark.usefixtures("bare", "shallow")
@@ -154,7 +154,7 @@ def test_every_algorithm_trains_the_adapter_alone_and_resumes_bitwise(
 @pytest.mark.parametrize(
     ("choice", "trained"),
     [
-        ("all", lambda key: True),
+        pytest.param("all", lambda key: True, marks=pytest.mark.full),
         pytest.param(
             "no_last_layer", lambda key: ".proj.2." not in key and ".id_proj.2." not in key, marks=pytest.mark.full
         ),

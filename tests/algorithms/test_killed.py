@@ -39,11 +39,10 @@ CELLS = [
 ]
 
 DPO = ("flux_kontext", "dpo", "lora")
-GRADIENT = ("sd3", "reward_gradient", "lora")
 KTO = ("sd_inpaint", "kto", "lora")
-CHOSEN = [DPO, KTO, GRADIENT]
+CHOSEN = [DPO, KTO]
 """Each on another family: what a family has of its own is in no checkpoint. Of the other algorithms, test_old_runs.py
-resumes runs of another process."""
+resumes runs of another process, and test_cells.py those of this one."""
 
 
 def run_file(folder: Path, signs: Path, family: str, algorithm: str, kind: str) -> Path:

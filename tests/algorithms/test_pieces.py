@@ -35,7 +35,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 """Runs with three parts of a row."""
 
-CHOSEN = {("grpo", 1), *((kind, 2) for kind in RUNS if kind != "grpo")}
+CHOSEN = {("grpo", 1), *((kind, 2) for kind in RUNS if kind not in ("grpo", "kto"))}
 
 COUNTED = ("loss", "grad_norm", "rows", "kl", "ratio", "logit", "label_margin", "positive_error", "positive_share")
 """Metrics that must be those of one forward."""

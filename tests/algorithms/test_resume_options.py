@@ -139,7 +139,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "rewards.seam={role: gold}",
         "evaluation.grid_examples=3", "training.eval_every=1",
     ),
-    "grpo: logging, reward_client and model": (
+    "grpo: logging, reward_client, model, ema and sampling": (
         "logging.sinks=[tensorboard]", "logging.rollout_images_every=1", "logging.dir=RUNS/elsewhere", "name=other",
         "plugins=[json]",
         "reward_client.timeout_s=20", "reward_client.outage_wait_s=2", "reward_client.logged_wait_s=1",
@@ -149,8 +149,6 @@ RUNS: dict[str, tuple[str, ...]] = {
         "reward_client.cache=true",
         "model.offload_text_encoders=false", "model.offload_vae=true", "model.vae_batch=one",
         "model.free_text_encoders=true",
-    ),
-    "grpo: ema and sampling": (
         "ema.decay=0.5", "ema.update_interval=2",
         "rollout.batch_size_per_device=2", "rollout.preset=fast", "data.limit=100", "data.max_bad_items=3",
     ),
@@ -159,11 +157,9 @@ RUNS: dict[str, tuple[str, ...]] = {
         "algorithm.sft_shifted_times=false",
         "algorithm.kl_weight=0",
     ),
-    "grpo: loss": (
+    "grpo: loss and advantages": (
         "algorithm.clip_range=1e-5", "algorithm.kl_weight=0.5", "algorithm.kl_mode=flow_grpo",
         "algorithm.step_weight=std", "algorithm.advantage_clip=1", "algorithm.old_log_probs=recomputed",
-    ),
-    "grpo: advantages": (
         "algorithm.baseline=batch", "algorithm.scale=batch", "algorithm.skip_zero_std_groups=false",
         "algorithm.combine=sum_then_normalize",
     ),

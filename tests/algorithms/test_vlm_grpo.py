@@ -649,7 +649,6 @@ def test_an_offloaded_painter_comes_for_each_batch_and_draws_the_same(
     assert moves == ["cpu", "cpu"] and all(torch.equal(a, b) for a, b in zip(stays, comes, strict=True))
 
 
-@pytest.mark.fast
 class Counting(TrainerCallback):
     """A callback of a user, which `docs/vlm-grpo.md` shows how to register."""
 
@@ -659,6 +658,7 @@ class Counting(TrainerCallback):
         Counting.steps += 1
 
 
+@pytest.mark.fast
 def test_a_run_leaves_what_every_run_leaves(vlm_file: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", [*transformers.trainer.DEFAULT_CALLBACKS, Counting])
     file = vlm_file(logging__sinks=["tensorboard"], logging__rollout_images_every=1, training__checkpoint_every=1)

@@ -29,6 +29,7 @@ import gpu_first_run  # noqa: E402
 from retouch.config import derive  # noqa: E402
 from retouch.doctor.memory import report_memory  # noqa: E402
 from retouch.families import FAMILIES  # noqa: E402
+from tests import forked  # noqa: E402
 
 TASKS = (*cells.TINY, *cells.RELEASED, *cells.LAST)
 
@@ -129,34 +130,47 @@ def test_toy_sizes_have_a_time_of_their_own(stub: Any, monkeypatch: pytest.Monke
     assert rows["flux_fill-plain"]["did"]
 
 
+KILLED = """
+import os, sys
+
+class Printed:
+    lines = 0
+
+    def write(self, text):
+        os.write(1, text.encode())
+        Printed.lines += text.count("\\n")
+        if Printed.lines == 3:
+            os.kill(os.getpid(), 9)
+
+    def flush(self): ...
+
+import gpu_first_run
+gpu_first_run.COMMAND = sys.argv[1:5]
+sys.stdout = Printed()
+gpu_first_run.main(["--dry-run", "--only", "tiny-sd3", "--out", sys.argv[5]])
+"""
+"""The script, killed as soon as it has printed three lines."""
+
+
+def program(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return forked.run([sys.executable, "-c", code, *arguments], cwd=REPOSITORY / "benchmarks")
+
+
 def test_a_killed_script_leaves_a_whole_file(tmp_path: Path, stub: Any) -> None:
-    stub(hangs=["tiny-sd3-grpo-bf16"])
     out = tmp_path / "first.json"
-    code = (
-        "import sys, gpu_first_run as run; run.COMMAND = sys.argv[1:5]; "
-        "run.main(['--dry-run', '--only', 'tiny-sd3', '--out', sys.argv[5]])"
-    )
-    command = [sys.executable, "-c", code, *gpu_first_run.COMMAND, str(out)]
-    with subprocess.Popen(command, cwd=REPOSITORY / "benchmarks", stdout=subprocess.PIPE, text=True) as script:
-        assert script.stdout is not None
-        printed = [json.loads(script.stdout.readline()) for _ in range(3)]
-        script.kill()
+    done = program(KILLED, *gpu_first_run.COMMAND, str(out))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    printed = [json.loads(line) for line in done.stdout.splitlines()]
     rows = json.loads(out.read_text(encoding="utf-8"))["cells"]
-    assert [row["cell"] for row in rows] == [line["cell"] for line in printed]
+    assert len(rows) == 3 and [row["cell"] for row in rows] == [line["cell"] for line in printed]
 
 
-def test_a_process_ends_with_the_script_that_started_it(tmp_path: Path) -> None:
-    child = (
-        "import first_run_cells, os; parent = os.getppid(); print(os.getpid(), flush=True); "
-        "first_run_cells.end_with(parent)"
+def test_a_process_ends_with_the_script_that_started_it() -> None:
+    script = (
+        "import first_run_cells, os; parent = os.getpid(); pid = os.fork(); "
+        "first_run_cells.end_with(parent) if pid == 0 else os.write(1, str(pid).encode()); os.kill(parent, 9)"
     )
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    with subprocess.Popen(
-        [sys.executable, "-c", parent], cwd=REPOSITORY / "benchmarks", stdout=subprocess.PIPE, text=True
-    ) as script:
-        assert script.stdout is not None
-        pid = int(script.stdout.readline())
-        script.send_signal(signal.SIGKILL)
+    pid = int(program(script).stdout)
     until = time.monotonic() + 60
     while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
         time.sleep(0.1)

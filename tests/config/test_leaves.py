@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def is_a_rule(path: Path, function: str) -> bool:
     return rules or function.lstrip("_").startswith("check")
 
 
+@cache
 def package_reads() -> set[str]:
     """Names of attributes that the package reads, outside of its rules."""
     reads: set[str] = set()

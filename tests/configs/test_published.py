@@ -26,13 +26,12 @@ from retouch.data.remote import pinned
 from retouch.engine.saved import complete_checkpoints
 from retouch.families import FAMILIES
 from retouch.families.loading import load_model
-from retouch.families.meta import released_networks
 from retouch.observe.run_dir import read_metrics
 from tests.command_line import retouch
 from tests.families.facts import facts_of
 from tests.rewards.openai_server import OpenAIServer
 from tests.selection import covering, default
-from tests.tiny_models import PACKAGED, WITH_BASE, tiny_model
+from tests.tiny_models import PACKAGED, WITH_BASE, released_network, tiny_model
 
 from .conftest import CONFIGS, RUNS, name_of, shrink
 
@@ -224,11 +223,6 @@ def test_guidance_has_what_it_needs(path: Path) -> None:
     assert run.algorithm.caption_dropout == (0.1 if supervised else 0.0)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_released_network_on_the_meta_device(family: str) -> None:
-    assert parameters(released_network(family)) == pytest.approx(facts_of(family).parameters, rel=0.01)
-
-
 @pytest.mark.parametrize("path", [path for path in RELEASED if path.stem.endswith("_full")], ids=name_of)
 def test_the_memory_that_it_names_is_what_its_state_takes(path: Path) -> None:
     """In its first line, of all weights of the network: beside these, the state of an adapter is nothing."""
@@ -318,11 +312,6 @@ def made(config: Any, spec: Any) -> Made:
 
 def test_every_file_is_tested() -> None:
     assert {path.parent for path in RUNS} == {CONFIGS, CONFIGS / "reproduce", CONFIGS / "tiny"}
-
-
-def released_network(family: str) -> nn.Module:
-    with torch.device("meta"):
-        return released_networks(FAMILIES[family].spec)[FAMILIES[family].spec.network_name]
 
 
 def parameters(network: nn.Module) -> int:

@@ -17,10 +17,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from retouch.files.model_files import tiny_path
 from tests import forked
 from tests.docs.pages import REPOSITORY
 from tests.families.facts import text_length
+from tests.tiny_models import shallow_flux
 
 PLUGIN = REPOSITORY / "examples/plugin"
 
@@ -59,7 +59,7 @@ def program(site: Path, cwd: Path, *arguments: object) -> subprocess.CompletedPr
 def overrides(data: Path) -> list[str]:
     small = ("rollout.global_groups_per_batch=2", "rollout.num_steps=2", "evaluation.num_examples=1")
     text = f"model.max_sequence_length={text_length('flux_fill')}"
-    return [f"model.path={tiny_path('flux_fill')}", text, f"data.path={data}", *small]
+    return [f"model.path={shallow_flux()}", text, f"data.path={data}", *small]
 
 
 def test_it_trains_and_resumes_to_the_bit(site: Path, data: Path, tmp_path: Path) -> None:

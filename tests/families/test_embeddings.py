@@ -38,7 +38,7 @@ from retouch.use.trained import Trained
 from tests.algorithms.runs import same_weights, train, weights
 from tests.command_line import retouch
 from tests.conftest import small_run
-from tests.tiny_models import tiny_model
+from tests.tiny_models import narrow_sd, shallow_flux, tiny_model
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -47,8 +47,8 @@ Config = Callable[..., RunConfig]
 
 def copied(family: str, folder: Path) -> Path:
     """A model that a test may change."""
-    source = Path(__file__).parents[2] / "src/retouch/tiny/bases" / family
-    return Path(shutil.copytree(source if source.is_dir() else tiny_model(family), folder))
+    smaller = {"flux_fill": shallow_flux, "sd_inpaint": narrow_sd}
+    return Path(shutil.copytree(smaller[family]() if family in smaller else tiny_model(family), folder))
 
 
 def without_encoders(model: Path) -> None:

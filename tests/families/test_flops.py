@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from retouch.config import parse_run
 from retouch.doctor.memory import lora_weights, weights_in
-from retouch.doctor.networks import released_parts
 from retouch.families import FAMILIES, flops
 from retouch.families.base import FamilySpec
+from retouch.families.loading import family_class
 from retouch.observe.flops import CountedNetwork
+from tests.families.facts import facts_of
 from tests.selection import rows
+from tests.tiny_models import released_network
 
 FAMILY = pytest.mark.parametrize("family", list(FAMILIES))
 
@@ -103,10 +106,7 @@ def kind(spec: FamilySpec) -> str:
     return spec.networks[spec.network_name]
 
 
-@cache
-def network_of(family: str) -> Any:
-    """The released network on the meta device."""
-    return released_parts(FAMILIES[family].spec)[FAMILIES[family].spec.network_name]
+network_of = cache(released_network)
 
 
 @cache
@@ -144,6 +144,13 @@ def test_weights_are_those_of_the_network(family: str) -> None:
     run = parse_run({"name": "a", "model": model, "data": data, "algorithm": {"name": "sft"}})
     shapes = {name: tuple(weight.shape) for name, weight in network.named_parameters()}
     assert flops.lora_weights(kind(spec), config, spec.lora_targets, 5) == lora_weights(run, shapes)
+
+
+@FAMILY
+def test_the_released_network_has_the_published_size_and_fits_its_autoencoder(family: str) -> None:
+    network, model = network_of(family), cast("Any", SimpleNamespace(spec=FAMILIES[family].spec))  # all that it reads
+    assert sum(p.numel() for p in network.parameters()) == pytest.approx(facts_of(family).parameters, rel=0.01)
+    assert network.config.in_channels == family_class(family).input_channels(model)
 
 
 def test_every_network_has_a_form() -> None:

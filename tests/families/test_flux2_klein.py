@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.families.conftest import (
     text_example,
 )
 from tests.families.facts import Facts
+from tests.selection import cells
 
 FACTS = Facts(
     parameters=3.88e9,
@@ -69,8 +71,7 @@ def image_of(number: int, size: tuple[int, int]) -> Image.Image:
 # --- against the pipelines ---
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
-@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize(("height", "width", "guidance"), cells([(*size, g) for size in SIZES for g in (1.0, 4.0)], 1))
 def test_predict_and_image_are_the_pipelines(
     pipeline: Any, model: Flux2Klein, height: int, width: int, guidance: float
 ) -> None:
@@ -103,8 +104,7 @@ def test_predict_and_image_are_the_pipelines(
     torch.testing.assert_close(found, torch.from_numpy(expected), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
-@pytest.mark.parametrize("references", [1, 2])
+@pytest.mark.parametrize(("references", "guidance"), cells(product([1, 2], [1.0, 4.0]), 1))
 def test_an_edit_is_the_pipelines(pipeline: Any, guidance: float, references: int) -> None:
     """The source is the first reference; the reference of the example the second one."""
     size = (64, 80)
@@ -148,8 +148,7 @@ def test_a_reference_without_a_source_is_the_first_image(pipeline: Any) -> None:
         model.encode([text_example(0, size)], 1.0)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
-@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize(("reference", "guidance"), cells(product([False, True], [1.0, 4.0]), 1))
 def test_a_repainted_image_is_the_inpainting_pipelines(pipeline: Any, guidance: float, reference: bool) -> None:
     """Of a mask along the cells of the latents; its source is an input of the network as well."""
     inpaint: Any = Flux2KleinInpaintPipeline(**pipeline.components)

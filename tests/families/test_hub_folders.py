@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +35,7 @@ from retouch.families.tiny import autoencoder
 from retouch.files import hub
 from tests.data.hub_stub import HubStub
 from tests.families.facts import text_length
-from tests.selection import default
+from tests.selection import cells, default
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -132,8 +133,7 @@ CUTS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("cut", list(CUTS))
-@pytest.mark.parametrize("part", ["unet", "text_encoder"])
+@pytest.mark.parametrize(("part", "cut"), cells(product(["unet", "text_encoder"], CUTS), 1))
 def test_a_download_that_was_cut_is_one_message(part: str, cut: str, cached: Path) -> None:
     model = SdInpaintModel(path="some/thing", weights_variant="fp16", dtype="fp32")
     file = sorted((cached / part).glob("*-of-*.safetensors"))[1]

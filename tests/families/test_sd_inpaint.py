@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +34,7 @@ from retouch.rollout.sampler import sample
 from retouch.types import Condition, Example
 from tests.families.conftest import random_example, with_point_posterior
 from tests.families.facts import Facts
+from tests.selection import cells
 
 FACTS = Facts(
     parameters=0.8595e9,
@@ -318,8 +320,7 @@ def test_a_saved_folder_loads_to_the_same_model(tiny_folder: Path, model: SdInpa
     assert torch.equal(loaded.schedule(8, (32, 64)).level(expected.times), expected.level(expected.times))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("guidance", GUIDANCE)
+@pytest.mark.parametrize(("guidance", "dtype"), cells(product(GUIDANCE, ["bf16", "fp16"]), 1))
 def test_frozen_weights_take_the_dtype_and_trained_ones_stay_fp32(
     tiny_folder: Path, dtype: Any, guidance: float
 ) -> None:

@@ -32,6 +32,8 @@ from tests.tiny_models import tiny_model
 
 Config = Callable[..., RunConfig]
 
+pytestmark = pytest.mark.usefixtures("shallow")
+
 SD = {"family": "sd_inpaint", "path": "tiny", "dtype": "fp32", "train": {"kind": "full"}}
 ODE: dict[str, Any] = {"rollout__window": None, "rollout__noise_level": None}
 

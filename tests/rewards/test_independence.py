@@ -211,9 +211,11 @@ OF_ANOTHER = {
     *("imgedit-", "textedit_judge-", "viescore-"),  # ask as `complex_edit` does
     *("pairwise-reference", "unified_reward-pair", "unified_reward-point", "geneval-soft"),
     *("glyph_structure-", "style-tiny"),  # find lines as `ocr` does; of places that are given, other cases
+    *("lpips-kept", "vlm-yes", "clip-caption", "image_similarity-reference"),  # options
+    *("recognizer-ink", "openai_judge-rubric"),
     *("textedit-", "mmmg-sam2"),  # finds lines as `ocr_lines` does; cuts regions as tests/rewards/test_regions.py does
 }
-"""Cases that cost a second or more and do what another one does by the same code: `make test-all` takes them."""
+"""Cases that do what another one does by the same code, or under another option: `make test-all` takes them."""
 
 
 def test_every_scorer_has_a_case() -> None:
@@ -251,11 +253,13 @@ def test_the_score_of_an_item_depends_on_nothing_else(name: str, given: dict[str
         again = {
             "in the opposite order": scored(other, places[::-1]),
             "in one batch": scored(one, places, len(places)),
-            "in mixed batches": scored(other, mixed, 3),
         }
         with ThreadPoolExecutor(2) as pool:
-            together = [pool.submit(scored, one, order) for order in (mixed, mixed[::-1])]
-            again |= {f"in a thread beside another ({i})": future.result() for i, future in enumerate(together)}
+            together = [pool.submit(scored, one, *how) for how in ((mixed, 3), (mixed[::-1], 1))]
+            again |= {
+                f"in a thread beside another, {(3, 1)[i]} at a time": future.result()
+                for i, future in enumerate(together)
+            }
     values = [outcome.value for outcome in first if isinstance(outcome, Score)]
     assert len(values) >= 3, first
     assert len({round(value, 6) for value in values}) > 1 or name in ALIKE, "all values are equal: they prove nothing"
