@@ -58,7 +58,12 @@ CHECKED = [
     [str(TINY)],
     [str(CONFIGS / "flux_fill_grpo.yaml"), "model.quantize=nf4", "--memory"],
     [str(CONFIGS / "flux_fill_ip_grpo.yaml"), "--memory"],
-    [str(CONFIGS / "sd_inpaint_ip_grpo.yaml"), "model.train.weights=kv_lora", "model.train.initial_adapter=null", "--memory"],
+    [
+        str(CONFIGS / "sd_inpaint_ip_grpo.yaml"),
+        "model.train.weights=kv_lora",
+        "model.train.initial_adapter=null",
+        "--memory",
+    ],
     [str(CONFIGS / "flux_fill_reward_gradient.yaml"), "--memory"],
 ]
 
