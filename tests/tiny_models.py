@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from diffusers import FluxTransformer2DModel
 
-from retouch.adapters.formats import AdapterShape
 from retouch.adapters.hosts import host_of
+from retouch.adapters.shape import AdapterShape
 from retouch.families import FAMILIES
 from retouch.families.image_encoder import TINY
 from retouch.families.loading import tiny_path

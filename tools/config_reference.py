@@ -31,7 +31,8 @@ from retouch.config import RunConfig
 from retouch.config.base import Section
 from retouch.config.errors import models_of
 from retouch.config.reads import ReadBy, reads_of
-from retouch.registry import ANNEXES, Chosen
+from retouch.errors import is_own
+from retouch.registry import Chosen
 from retouch.rewards.judge import JudgeConfig
 from retouch.rewards.scorers.judged import JudgeEntry
 
@@ -110,9 +111,6 @@ WORDS = {int: "integer", float: "number", str: "text", bool: "true or false", ty
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 SEVERAL = "Keys of more than one"
-
-OWN = ("retouch", *ANNEXES)
-"""Packages of this distribution."""
 
 Kinds = tuple[type[BaseModel], ...]
 """The classes that one section can be."""
@@ -259,7 +257,7 @@ def _dotted(key: str, name: str, info: FieldInfo) -> str:
 
 def _kinds(info: FieldInfo) -> Kinds:
     """The section classes that a key can hold, without those of plug-ins."""
-    return tuple(kind for kind in models_of(_entry(info)) if kind.__module__.partition(".")[0] in OWN)
+    return tuple(kind for kind in models_of(_entry(info)) if is_own(kind.__module__))
 
 
 def _plain(info: FieldInfo) -> list[Any]:

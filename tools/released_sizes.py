@@ -1,5 +1,5 @@
 """Write src/retouch/families/released_sizes.json: shapes of the trained network of every family at its released size,
-and weights of the networks beside it.
+weights of the networks beside it, and bytes of a decode with gradient.
 
 python tools/released_sizes.py
 
@@ -11,29 +11,69 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from retouch.doctor.memory import weights_in
-from retouch.doctor.networks import released_parts
+from retouch.adapters.hosts import host_of
+from retouch.doctor.memory import BYTES, traced_decode, weights_in
+from retouch.doctor.networks import released_encoder, released_parts
 from retouch.families import FAMILIES
 from retouch.families.base import FamilySpec
 from retouch.families.quantized import sizes_of
-from retouch.families.sizes import FILE, Sizes
+from retouch.families.sizes import FILE, Sizes, monomials
 
 PLACE = Path(__file__).resolve().parents[1] / "src/retouch/families" / FILE
+
+SIDES = ((32, 32), (32, 64), (64, 64), (32, 96))
+"""Latent cells of the decodes that are traced; the last is a test of the terms of the others."""
+
+
+def decode_terms(measured: Sequence[int]) -> list[int]:
+    """The whole factors of `monomials` whose sum `measured` is, at SIDES.
+
+    Raises:
+        ValueError: it is no such sum.
+    """
+    small, wide, large, other = measured
+    plane, left = divmod(large - 2 * wide + small, 32 * 32)
+    side, more = divmod(wide - small - 32 * 32 * plane, 32)
+    terms = [small - 64 * side - 32 * 32 * plane, side, plane]
+    if left or more or other != sum(a * b for a, b in zip(terms, monomials(*SIDES[3]), strict=True)):
+        raise ValueError(f"the bytes of a decode are no sum of its monomials: {measured}")
+    return terms
 
 
 def counted(spec: FamilySpec) -> dict[str, Any]:
     """What the file has of a family."""
     parts = released_parts(spec)
     network = parts.pop(spec.network_name)
-    return as_stored(sizes_of(network), {name: weights_in(made) for name, made in parts.items()})
+    others = {name: weights_in(made) for name, made in parts.items()}
+    return as_stored(sizes_of(network), others, {"decode": decode(spec, parts["vae"]), **adapter(spec, network)})
 
 
-def as_stored(network: Sizes, others: Mapping[str, int]) -> dict[str, Any]:
+def decode(spec: FamilySpec, vae: Any) -> dict[str, list[list[int]]]:
+    """Bytes of a number -> `decode_terms` without and with checkpointing."""
+    found = dict[str, list[list[int]]]()
+    for dtype in ("bf16", "fp32"):
+        sizes = [(height * spec.downsampling, width * spec.downsampling) for height, width in SIDES]
+        both = zip(*(traced_decode(spec, vae, size, dtype) for size in sizes), strict=True)
+        found[str(BYTES[dtype])] = [decode_terms(measured) for measured in both]
+    return found
+
+
+def adapter(spec: FamilySpec, network: Any) -> dict[str, Any]:
+    """What a style adapter takes from the network, and the weights of the default image encoder."""
+    if spec.adapter is None:
+        return {}
+    host = host_of(network)
+    inner = [[width, len(list(run))] for width, run in groupby(host.inner())]
+    encoder, _ = released_encoder(spec.adapter)
+    return {"adapter": {"token_width": host.token_width(), "inner": inner, "image_encoder": weights_in(encoder)}}
+
+
+def as_stored(network: Sizes, others: Mapping[str, int], more: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of a family in the file; `weights` has [name with * for the number of its block, [[first, last] of
     these numbers], shape, whether `model.quantize` stores it in fewer bits] for all weights that differ in that
     number."""
@@ -46,7 +86,7 @@ def as_stored(network: Sizes, others: Mapping[str, int]) -> dict[str, Any]:
         folded = name if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])
         alike[folded, shape, name in network.matrices] += [] if at is None else [int(parts[at])]
     rows = [[name, _runs(numbers), list(shape), whole] for (name, shape, whole), numbers in alike.items()]
-    return {"weights": rows, "buffers": network.buffers, "tables": network.tables, "others": dict(others)}
+    return {"weights": rows, "buffers": network.buffers, "tables": network.tables, "others": dict(others), **more}
 
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:

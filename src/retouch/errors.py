@@ -170,7 +170,10 @@ class Stopped(RetouchError):
         self.exit_code = self.code = code
 
 
-_PACKAGES = tuple(f"{Path(__file__).parent}{suffix}{os.sep}" for suffix in ("", "_bench"))
+OWN = ("retouch", "retouch_bench", "retouch_glyphs")
+"""Packages of this distribution."""
+
+_FOLDERS = tuple(f"{Path(__file__).parents[1] / name}{os.sep}" for name in OWN)
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 
 
@@ -181,6 +184,11 @@ def code_place(error: BaseException) -> str:
     return f", at {Path(custom[-1].filename).name}:{custom[-1].lineno}" if custom else ""
 
 
+def is_own(module: str) -> bool:
+    """Whether a module is of this distribution."""
+    return module.partition(".")[0] in OWN
+
+
 def _is_custom(file: str) -> bool:
     is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-    return not is_installed and not file.startswith((*_PACKAGES, _STANDARD_LIBRARY + os.sep, "<"))
+    return not is_installed and not file.startswith((*_FOLDERS, _STANDARD_LIBRARY + os.sep, "<"))

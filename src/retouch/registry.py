@@ -22,7 +22,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_a
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, TypeAdapter, create_model
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
-from retouch.errors import ConfigError, code_place, shown
+from retouch.errors import ConfigError, code_place, is_own, shown
 
 logger = logging.getLogger(__name__)
 
@@ -312,16 +312,13 @@ def load_named(key: str, place: str, attribute: str) -> Any:
         found = getattr(_imported(name, place, expected), wanted, None)
     except ImportError as error:
         cause = error.__cause__
-        if name.startswith("retouch.") and isinstance(cause, ModuleNotFoundError) and _is_of_others(cause.name):
+        absent = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        if cause is not None and absent and is_own(name) and not is_own(absent):
             raise cause from None  # a package of an extra, which the command line names
         raise ConfigError(f"{key}: {error}") from error
     if not callable(found):
         raise ConfigError(f"{key}: given {place!r}, but {name} has no {attribute} {wanted}; {expected}")
     return found
-
-
-def _is_of_others(module: str | None) -> bool:
-    return bool(module) and module.partition(".")[0] != "retouch"
 
 
 def _qualified(component: object) -> tuple[str, str]:

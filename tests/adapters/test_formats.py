@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import retouch.adapters
-from retouch.adapters.formats import AdapterFileError, AdapterShape, read_adapter, write_bin, write_safetensors
+from retouch.adapters.formats import AdapterFileError, read_adapter, write_bin, write_safetensors
+from retouch.adapters.shape import AdapterShape
 from retouch.config import ConfigError
 from retouch.families.loading import tiny_path
 

@@ -10,8 +10,8 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from retouch.adapters.formats import AdapterShape
 from retouch.adapters.ip_adapter import IpAdapter, new_adapter
+from retouch.adapters.shape import AdapterShape
 from retouch.config import ConfigError
 from retouch.families import FAMILIES
 from retouch.families.loading import tiny_path

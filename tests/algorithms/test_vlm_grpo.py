@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.trainer
+from accelerate.utils import DynamoBackend
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import TrainerCallback
@@ -572,6 +573,38 @@ def test_fsdp_is_refused(vlm_file: RunFile, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ConfigError, match=r"given FSDP, .*; launch with configs/accelerate/zero3\.yaml"):
         trl_arguments(config)
+
+
+def test_trl_takes_no_setting_of_the_environment(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers took the precision of the launcher where the run file has none, and accelerate compiled."""
+    for name, value in (("MIXED_PRECISION", "bf16"), ("DYNAMO_BACKEND", "EAGER"), ("GRADIENT_ACCUMULATION_STEPS", "4")):
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    parts, arguments = parts_of()
+    assert arguments.mixed_precision == "no"
+    accelerator = VlmTrainer(parts, arguments).accelerator
+    assert accelerator.state.dynamo_plugin.backend == DynamoBackend.NO
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("no", 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "dropout"),
+    [(None, 0.0), ({"use_peft": True}, 0.05), ({"use_peft": True, "lora_dropout": 0.0}, 0.0)],
+    ids=["a new run", "of an earlier version", "of this one"],
+)
+def test_an_adapter_has_no_dropout_unless_it_began_with_it(
+    before: dict[str, Any] | None, dropout: float, vlm_file: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's default trains another policy than the one that sampled; a written number is kept."""
+    stored = None if before is None else {"algorithm": {"trl": before}}
+    monkeypatch.setattr(vlm_grpo, "resumed_run_file", lambda config: stored)
+
+    def trained(**trl: Any) -> Any:
+        return vlm_grpo.with_dropout(load_run(vlm_file(trl))).algorithm
+
+    assert adapter_config(trained(lora_dropout=None)).lora_dropout == dropout
+    assert adapter_config(trained(lora_dropout=0.1)).lora_dropout == 0.1
+    full = {"use_peft": None, "lora_r": None, "lora_alpha": None, "lora_dropout": None}
+    assert "lora_dropout" not in trained(**full).trl
 
 
 def test_counts_are_of_all_processes() -> None:

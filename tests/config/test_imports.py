@@ -10,6 +10,8 @@ import pytest
 
 from .conftest import REPOSITORY, TINY
 
+CONFIGS = REPOSITORY / "configs"
+
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
 
 
@@ -52,21 +54,34 @@ def test_the_probe_sees_what_is_imported() -> None:
     assert heavy_modules_after("import types; sys.modules['torch'] = types.ModuleType('torch')") == ["torch"]
 
 
-RELEASED = REPOSITORY / "configs" / "flux_fill_grpo.yaml"
+CHECKED = [
+    [str(TINY)],
+    [str(CONFIGS / "flux_fill_grpo.yaml"), "model.quantize=nf4", "--memory"],
+    [str(CONFIGS / "flux_fill_ip_grpo.yaml"), "--memory"],
+    [
+        str(CONFIGS / "sd_inpaint_ip_grpo.yaml"),
+        "model.train.weights=kv_lora",
+        "model.train.initial_adapter=null",
+        "--memory",
+    ],
+    [str(CONFIGS / "flux_fill_reward_gradient.yaml"), "--memory"],
+]
 
 
-@pytest.mark.parametrize("arguments", [[str(TINY)], [str(RELEASED), "model.quantize=nf4", "--memory"]])
-def test_check_imports_no_torch(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_imports_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it with the memory of a released model, whose sizes come with the package."""
-    monkeypatch.delenv("MODEL_PATH", raising=False)
+    for name in ("MODEL_PATH", "SIGLIP_PATH", "CLIP_PATH"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DATA_PATH", "somewhere")
     code = f"""
 from retouch.cli import main
-sys.argv = ["retouch", "check", *{arguments!r}]
-try:
-    main()
-except SystemExit as end:
-    assert not end.code
+for arguments in {CHECKED!r}:
+    sys.argv = ["retouch", "check", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, arguments
+    assert "torch" not in sys.modules, arguments
 """
     assert heavy_modules_after(code) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from retouch import registry
+from retouch import errors, registry
 from retouch.config import ConfigError
 from retouch.core.rules import STEP_RULES
 from retouch.data.base import DataError, DataSection, ItemFiles
@@ -20,7 +21,7 @@ from retouch.data.discover import discover
 from retouch.data.formats import FORMATS
 from retouch.data.split import split
 from retouch.doctor.machine import extra_lines
-from retouch.errors import code_place
+from retouch.errors import OWN, _is_custom, code_place
 from retouch.families.base import FamilySpec
 from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.registry import Registry, load_named
@@ -32,6 +33,8 @@ from retouch.rewards.protocol import CheckedScorer, RewardItem
 from retouch.rewards.table import LocalRewards
 from retouch.training.step import Step
 from retouch.types import Failure, Outcome, Score
+
+SOURCES = Path(errors.__file__).parents[1]
 
 
 class FaultyReward(RewardEntry):
@@ -337,17 +340,29 @@ def test_the_place_of_an_error_follows_a_message_that_is_cut() -> None:
     assert len(outcome.message) == MOST_CHARACTERS
 
 
+@pytest.mark.parametrize("package", OWN)
 def test_a_module_of_retouch_that_lacks_a_package_of_an_extra_is_not_to_be_corrected(
-    monkeypatch: pytest.MonkeyPatch,
+    package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command line names the extra of a missing package."""
+    """The command line names the extra of a missing package. One of the distribution itself is of no extra."""
+    lacks = "diffusers.models"
 
     def absent(name: str) -> Any:
-        raise ModuleNotFoundError("No module named 'diffusers.models'", name="diffusers.models")
+        raise ModuleNotFoundError(f"No module named {lacks!r}", name=lacks)
 
     monkeypatch.setattr(registry, "import_from_here", absent)
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'diffusers\.models'$"):
-        load_named("model", "retouch.families.flux_fill.model:FluxFill", "class")
+        load_named("model", f"{package}.mine:Mine", "class")
+    lacks = f"{package}.absent"
+    with pytest.raises(ConfigError, match=rf"No module named '{package}\.absent'"):
+        load_named("model", f"{package}.mine:Mine", "class")
+
+
+def test_the_packages_of_the_distribution_are_those_that_it_registers() -> None:
+    """The place of an error is in none of them."""
+    assert ("retouch", *registry.ANNEXES) == OWN
+    assert not any(_is_custom(f"{SOURCES / package}{os.sep}a.py") for package in OWN)
+    assert _is_custom(f"{SOURCES}{os.sep}retouch_mine{os.sep}a.py")
 
 
 def test_an_extra_that_retouch_does_not_have_is_to_fix() -> None:

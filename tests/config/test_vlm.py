@@ -22,9 +22,11 @@ from retouch.algorithms.vlm_grpo.trl_options import (
     grpo_fields,
     model_fields,
 )
-from retouch.config import ConfigError, RunConfig, numbers, parse_run
+from retouch.config import ConfigError, RunConfig, load_run, numbers, parse_run
 from retouch.config.run import TrainingConfig
 from tests.command_line import retouch
+
+from .conftest import REPOSITORY
 
 
 def parse(*overrides: str, **trl: Any) -> RunConfig:
@@ -59,6 +61,15 @@ def test_names_are_those_of_the_installed_classes() -> None:
     for defaults in (DEFAULTS, SAMPLING):
         assert {name: arguments[name] for name in defaults} == defaults
     assert MOVED.keys() | REFUSED.keys() | set(COUNTS) <= own | model_fields() | {"logging_dir", "model_name_or_path"}
+
+
+def test_published_adapters_have_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the file, whatever the default is."""
+    monkeypatch.setenv("DATA_PATH", "somewhere")
+    files = sorted((REPOSITORY / "configs").rglob("*vlm_grpo*.yaml"))
+    found = [load_run(file).algorithm for file in files]
+    adapters = [one.trl["lora_dropout"] for one in found if isinstance(one, VlmGrpoConfig) and one.uses_adapter]
+    assert adapters == [0.0] * 5 and len(found) == 7
 
 
 def test_check_refuses_an_unknown_option_without_torch(tmp_path: Any) -> None:

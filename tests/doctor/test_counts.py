@@ -19,6 +19,7 @@ from retouch.data.formats.manifest import ManifestData
 from retouch.doctor.data import needs_no_t5
 from retouch.doctor.diagnosis import diagnose
 from retouch.doctor.memory import (
+    BYTES,
     Counted,
     checkpoint_bytes,
     count_released,
@@ -28,19 +29,22 @@ from retouch.doctor.memory import (
     kept_checkpoints,
     memory_parts,
     report_memory,
+    traced_decode,
 )
 from retouch.doctor.model import FoundModel, find_model
 from retouch.doctor.networks import build_networks
 from retouch.engine.saved import complete_checkpoints
 from retouch.families import FAMILIES
-from retouch.families.base import Model
+from retouch.families.base import FamilySpec, Model
 from retouch.families.image_encoder import TINY
 from retouch.families.loading import (
     ModelFilesError,
     load_model,
     tiny_path,
 )
-from tests.selection import cells, covering
+from retouch.families.meta import released_networks
+from retouch.registry import load_attribute
+from tests.selection import cells, covering, rows
 from tests.tiny_models import tiny_model
 
 PARTS = [
@@ -226,9 +230,10 @@ def test_the_style_adapter_of_the_released_network_by_hand(train: dict[str, Any]
     run = run_of("flux_fill", default, dtype="bf16", path="black-forest-labs/FLUX.1-Fill-dev")
     data = run.data.model_copy(update={"resolution": 512})
     run = run.model_copy(update={"data": data, "ema": None})
-    counted = counted_of(run, FoundModel(missing="elsewhere"))
-    assert (counted.trained, counted.adapter, counted.frozen) == (trained, frozen, FLUX)
-    assert not counted.whole and counted.others.keys() == {"vae", "text_encoder", "text_encoder_2"}
+    counted = count_released(run)
+    assert counted is not None and (counted.trained, counted.adapter, counted.frozen) == (trained, frozen, FLUX)
+    assert counted.whole and counted.others.keys() == {"vae", "text_encoder", "text_encoder_2", "image_encoder"}
+    assert counted.others["image_encoder"] == 428_225_600
     counted = replace(counted, others={})
     # fp32 weights, gradients and two moments; frozen ones in bf16
     assert device_bytes(run, counted) == 16 * trained + 2 * (frozen + FLUX)
@@ -298,11 +303,63 @@ def test_the_released_network_is_counted_without_its_files() -> None:
         ("flux_fill", {"kind": "lora", "targets": ["attn.to_q", "single_transformer_blocks.7.proj_mlp"]}, {}),
         ("sd3", {"kind": "full"}, {"offload_text_encoders": False}),
         ("sd_inpaint", {"kind": "lora"}, {"quantize": "nf4", "offload_vae": True}),
+        ("sd_inpaint", {"kind": "ip_adapter", "weights": "kv_lora", "rank": 3}, {"dtype": "bf16"}),
+        *(
+            pytest.param(family, {"kind": "ip_adapter", "query_former": True, "tokens": 16}, {}, marks=pytest.mark.full)
+            for family in ("flux_fill", "flux_dev", "flux_kontext", "qwen_image")
+        ),
     ],
 )
 def test_stored_counts_are_those_of_the_networks(family: str, train: dict[str, Any], options: dict[str, Any]) -> None:
     run = run_of(family, train, FAMILIES[family].spec.hub_ids[0], **options)
-    assert count_released(run) == counted_of(run, FoundModel(missing="elsewhere"))
+    counted = count_released(run)
+    assert counted is not None and counted == counted_of(run, FoundModel(missing="elsewhere")) and counted.whole
+
+
+DECODED = [(family, dtype, recomputed) for family in FAMILIES for dtype in BYTES for recomputed in (False, True)]
+OTHER_KINDS = {("flux2_klein", "fp16", True), ("qwen_image", "bf16", False), ("qwen_image_21", "fp32", True)}
+
+
+@pytest.mark.parametrize(("family", "dtype", "recomputed"), rows(DECODED, OTHER_KINDS))
+def test_a_stored_decode_is_that_of_the_network(family: str, dtype: str, recomputed: bool) -> None:
+    """With gradient, at a size that was not traced."""
+    spec = FAMILIES[family].spec
+    vae = load_attribute(spec.model).kept("vae", released_networks(replace(spec, released=decoder_of(spec)))["vae"])
+    traced = traced_decode(spec, vae, (512, 768), dtype)[recomputed]
+    assert decoded(family, dtype=dtype, recomputed=recomputed).decoder == traced > 0
+
+
+def decoder_of(spec: FamilySpec) -> dict[str, Any]:
+    return {"vae": spec.released["vae"]}
+
+
+def decoded(family: str, dtype: str = "bf16", recomputed: bool = False, **data: Any) -> Counted:
+    """The stored counts of a run of reward gradients on images of 512 x 768."""
+    run = run_of(family, {"kind": "lora"}, FAMILIES[family].spec.hub_ids[0], dtype=dtype).model_dump(mode="json")
+    run |= {"algorithm": {"name": "reward_gradient"}, "rewards": {"seam": {}}}
+    run["data"] |= {"resolution": [512, 768], **data}
+    run["rollout"] |= {"guidance_scale": 1.0}
+    run["training"] |= {"gradient_checkpointing": recomputed}
+    counted = count_released(parse_run(run))
+    assert counted is not None
+    return counted
+
+
+def test_a_strip_above_the_image_is_decoded_with_it() -> None:
+    whole = decoded("flux_fill", resolution=[512 + 64, 768]).decoder
+    assert decoded("flux_fill", reference_strip=64).decoder == whole > decoded("flux_fill").decoder
+
+
+def test_a_decode_in_tiles_is_not_counted_by_the_whole() -> None:
+    run = run_of("flux_fill", {"kind": "lora"}, FAMILIES["flux_fill"].spec.hub_ids[0], vae_batch="tiles")
+    assert count_released(run) is not None
+    run = run.model_dump(mode="json") | {"algorithm": {"name": "reward_gradient"}, "rewards": {"seam": {}}}
+    assert count_released(parse_run(run)) is None
+
+
+def test_another_image_encoder_is_not_taken_for_the_released_one() -> None:
+    train = {"kind": "ip_adapter", "image_encoder": "some/encoder"}
+    assert count_released(run_of("flux_fill", train, FAMILIES["flux_fill"].spec.hub_ids[0])) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES.available())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 
 from retouch.config import ConfigError
@@ -18,6 +21,7 @@ from retouch.config.run import (
 from retouch.engine import CheckpointError, Checkpoints, Diverged, Engine, Policy, saved
 from retouch.engine.engine import OVERFLOWS, PLUGINS
 from retouch.engine.saved import complete_checkpoints
+from retouch.process.process_wide import OVERRULED
 from retouch.rewards.client.config import RewardClientConfig
 
 
@@ -68,12 +72,63 @@ def test_learning_rate_is_the_one_given() -> None:
     assert stats["grad_norm"] == pytest.approx(2**0.5) and stats["overflow"] == 0.0
 
 
-def test_the_accumulation_of_the_environment_divides_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate reads it where none is given, as its launcher or a shell has set it for another program."""
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+GIVEN = {
+    "ACCELERATE_DYNAMO_BACKEND": "EAGER",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+    "ACCELERATE_INIT_INCLUDE_BUFFERS": "true",
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+}
+
+HARMLESS = {
+    "refused by `Engine`, which names the remedy, or TRL's own": {
+        "USE_DEEPSPEED", "USE_FSDP", "USE_MEGATRON_LM", "CONFIG_DS_FIELDS", "GRADIENT_CLIPPING",
+    },
+    "read beside one of the others alone": {"ALLOW_CP_STANDALONE", "DOWNCAST_BF16"},
+    "choices of a device or of its memory": {
+        "BYPASS_DEVICE_MAP", "CPU_AFFINITY", "IN_TPU_POD", "TORCH_DEVICE", "USE_CPU", "USE_SAGEMAKER",
+    },
+    "messages": {"DEBUG_MODE", "DEBUG_RDV_FILE", "ENABLE_RICH", "LOG_LEVEL"},
+    "of the launcher": {"NUM_PROCESSES", "SAGEMAKER_DISTRIBUTED_TYPE"},
+}  # fmt: skip
+"""Why a run may find them in the environment -> variables of accelerate, after its prefix."""
+
+BESIDE = ("DEEPSPEED_", "DYNAMO_", "FP8_")
+"""Beginnings of those that are read beside USE_DEEPSPEED, DYNAMO_BACKEND and MIXED_PRECISION=fp8 alone."""
+
+
+def test_settings_of_the_environment_change_nothing_and_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """accelerate reads them where none is given, as its launcher or a shell has set them for another program."""
+    assert GIVEN.keys() == OVERRULED.keys()
+    for name, value in GIVEN.items():
+        monkeypatch.setenv(name, value)
     engine = engine_for(linear())
+    assert [record.getMessage().partition("=")[0] for record in caplog.records] == list(GIVEN)
+    assert type(engine.network) is Plain and engine.accelerator.mixed_precision == "no"
+    assert engine.accelerator.parallelism_config is None
+    assert not parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS")
     engine.backward(engine.network(torch.ones(1, 2)).sum())
     assert engine.step(lr=0.25)["grad_norm"] == pytest.approx(2**0.5)
+    for name in GIVEN:  # as its launcher sets them for every run
+        monkeypatch.setenv(name, "no" if "ACCUMULATION" not in name else "1")
+    caplog.clear()
+    engine_for(linear())
+    assert not caplog.records
+
+
+def test_every_variable_of_accelerate_is_overruled_or_harmless() -> None:
+    """A new one that its source has is to be looked at."""
+    folder = Path(accelerate.__file__).parent
+    named = {
+        name
+        for file in folder.rglob("*.py")
+        if not {"commands", "test_utils"} & set(file.relative_to(folder).parts)
+        for name in re.findall(r"\bACCELERATE_([A-Z0-9_]*[A-Z0-9])\b", file.read_text(encoding="utf-8"))
+    }
+    known = {name.removeprefix("ACCELERATE_") for name in OVERRULED}.union(*HARMLESS.values())
+    assert {name for name in named if not name.startswith(BESIDE)} - known == set()
 
 
 def test_fp16_that_never_finds_a_scale_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

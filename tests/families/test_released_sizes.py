@@ -22,7 +22,8 @@ def test_the_file_has_the_sizes_of_the_networks(family: str) -> None:
 @pytest.mark.parametrize("family", ALL)
 def test_every_network_is_counted(family: str) -> None:
     spec = FAMILIES[family].spec
-    network, others = released_sizes(spec)
+    network, others, more = released_sizes(spec)
+    assert ("adapter" in more) == (spec.adapter is not None) and more["decode"].keys() == {"2", "4"}
     assert {spec.network_name, *others} == spec.networks.keys() == spec.released.keys()
     assert network.matrices <= network.shapes.keys() and network.weights > 8e8
 
@@ -39,7 +40,7 @@ def test_names_that_differ_in_the_number_of_a_block_are_one_line() -> None:
         "down.1.transformer_blocks.1.b": (5,),
     }
     sizes = Sizes(shapes, 11, frozenset({"blocks.2.a.0.weight"}), 17)
-    stored = tool.as_stored(sizes, {"vae": 13})
+    stored = tool.as_stored(sizes, {"vae": 13}, {"decode": {}})
     assert stored == {
         "weights": [
             ["x.weight", [], [7], False],
@@ -50,6 +51,7 @@ def test_names_that_differ_in_the_number_of_a_block_are_one_line() -> None:
         "buffers": 11,
         "tables": 17,
         "others": {"vae": 13},
+        "decode": {},
     }
     assert sizes.weights == 7 + 18 + 12 + 10
     assert sizes.quantized_bytes("int8", 2) == 12 + 4 * 4 + 2 * 35

@@ -18,14 +18,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from retouch.adapters.projections import HEADS, SOURCES
+from retouch.adapters.projections import HEADS
+from retouch.adapters.shape import AdapterShape, Head
 from retouch.adapters.tensor_file import write_tensors
 from retouch.errors import AdapterFileError, first_line
 from retouch.files import plain_json
@@ -54,67 +55,6 @@ LAYOUTS = (
 
 HEADS_AND_BLOCKS = ("image_proj", "ip_adapter", "attn_adapter")
 """Prefixes of parts that compute something: an unknown one is an error, because the adapter would be incomplete."""
-
-Head = Literal["mlp", "mlp+query_former", "linear"]
-
-
-@dataclass(frozen=True)
-class AdapterShape:
-    """Sizes of an adapter.
-
-    Attributes:
-        head: kind of projection from the vector of an image to tokens.
-        width: D of the vector.
-        tokens: T.
-        token_width: W.
-        inner: for each block, the width of its keys and values.
-    """
-
-    head: Head
-    width: int
-    tokens: int
-    token_width: int
-    inner: tuple[int, ...]
-
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every key of the file, in the order that other programs write, with its shape."""
-        d, w, flat = self.width, self.token_width, self.tokens * self.token_width
-        norm: dict[str, tuple[int, ...]] = {"weight": (w,), "bias": (w,)}
-        if self.head == "linear":
-            own = {"proj.weight": (flat, d), "proj.bias": (flat,)}
-        else:
-            own = _two_layers("proj", d, flat)
-        found = {f"image_proj.{k}": v for k, v in {**own, **{f"norm.{k}": v for k, v in norm.items()}}.items()}
-        if self.head == "mlp+query_former":
-            attention = {
-                "in_proj_weight": (3 * w, w),
-                "in_proj_bias": (3 * w,),
-                "out_proj.weight": (w, w),
-                "out_proj.bias": (w,),
-            }
-            parts = {
-                "query_embeds": (self.tokens, w),
-                **_two_layers("id_proj", d, SOURCES * w),
-                **{f"cross_attn.{k}": v for k, v in attention.items()},
-                **{f"{part}.{k}": v for part in ("cross_attn_norm", "norm") for k, v in norm.items()},
-            }
-            found |= {f"image_proj_qformer.{k}": v for k, v in parts.items()}
-        for number, inner in zip(self.numbers(), self.inner, strict=True):
-            found |= {f"ip_adapter.{number}.to_{x}_ip.weight": (inner, w) for x in "kv"}
-        return found
-
-    def numbers(self) -> list[int]:
-        """Numbers of the blocks in the file: Tencent's counts all attentions of a U-Net, of which every other one has
-        keys from the image."""
-        return [2 * i + 1 if self.head == "linear" else i for i in range(len(self.inner))]
-
-    def parameters(self) -> dict[str, int]:
-        """Number of weights by top-level key."""
-        counts: dict[str, int] = {}
-        for key, shape in self.tensors().items():
-            section = key.partition(".")[0]
-            counts[section] = counts.get(section, 0) + math.prod(shape)
-        return counts
 
 
 @dataclass(frozen=True)
@@ -254,15 +194,6 @@ def _adds_to(key: str, expected: Mapping[str, tuple[int, ...]]) -> bool:
     without it."""
     module = key.rpartition(".")[0]
     return any(f"{parent}.weight" in expected for parent in (module, module.rpartition(".")[0]))
-
-
-def _two_layers(name: str, width: int, out: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{name}.0.weight": (2 * width, width),
-        f"{name}.0.bias": (2 * width,),
-        f"{name}.2.weight": (out, 2 * width),
-        f"{name}.2.bias": (out,),
-    }
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -26,8 +26,8 @@ from typing import Any
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
-from retouch.adapters.formats import AdapterShape, Head
 from retouch.adapters.projections import TokenProjection
+from retouch.adapters.shape import AdapterShape, Head
 from retouch.config.errors import ConfigError
 from retouch.families import FAMILIES
 from retouch.families.base import AdapterFacts

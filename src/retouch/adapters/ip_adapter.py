@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from retouch.adapters.formats import (
     AdapterFile,
-    AdapterShape,
-    Head,
     check_tensors,
     describe_unused,
     read_adapter,
 )
 from retouch.adapters.hosts import Host, host_of
+from retouch.adapters.shape import AdapterShape, Head
 from retouch.config.errors import ConfigError
 from retouch.families.image_encoder import ImageEncoder
 

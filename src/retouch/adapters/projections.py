@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from retouch.adapters.shape import SOURCES
+
 HEADS = 8
 """Heads of the query-former's attention; adapter files do not record it."""
-
-SOURCES = 32
-"""Number of vectors that a query-former makes of one reference; its queries attend to them."""
 
 
 class MlpProjection(nn.Module):

@@ -21,8 +21,6 @@ from retouch.adapters.formats import (
     NAME,
     AdapterFile,
     AdapterFileError,
-    AdapterShape,
-    Head,
     describe_unused,
     folded,
     read_adapter,
@@ -32,6 +30,7 @@ from retouch.adapters.formats import (
 from retouch.adapters.hosts import host_of
 from retouch.adapters.ip_adapter import IpAdapter, new_adapter
 from retouch.adapters.lora import add_lora
+from retouch.adapters.shape import AdapterShape, is_trained, shape_in
 from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
 from retouch.files import plain_json
@@ -127,23 +126,8 @@ def wanted_shape(network: Any, train: TrainIpAdapter, spec: FamilySpec, width: i
     Args:
         width: of the image encoder's vectors.
     """
-    facts, host = spec.adapter, host_of(network)
-    assert facts is not None, "`check` refuses other families"
-    head: Head = "mlp+query_former" if train.query_former else facts.head
-    return AdapterShape(head, width, train.tokens or facts.tokens, host.token_width(), host.inner())
-
-
-def is_trained(key: str, weights: str) -> bool:
-    """Whether a weight of the file is trained itself.
-
-    Args:
-        weights: `model.train.weights`.
-    """
-    if weights == "all":
-        return True
-    if weights == "no_last_layer":
-        return not key.startswith(("image_proj.proj.2.", "image_proj_qformer.id_proj.2."))
-    return weights == "kv" and key.startswith("ip_adapter.")
+    host = host_of(network)
+    return shape_in(train, spec, width, host.token_width(), host.inner())
 
 
 class IpAdapterWeights:

@@ -23,7 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from retouch import __version__
 from retouch.cli import data, flags, rewards, runs, use
-from retouch.errors import RetouchError, Stopped, first_line, is_device_full
+from retouch.errors import RetouchError, Stopped, first_line, is_device_full, is_own
 from retouch.files.disk import OBSTRUCTED, file_problem
 from retouch.process.console import outlast_readers, results_problem
 from retouch.process.machine import let_threads_sleep
@@ -191,7 +191,7 @@ def _outcome(error: Exception) -> tuple[int, str] | None:
     """Exit code and message of an error; None for one that needs a traceback."""
     if isinstance(error, RetouchError):
         return error.exit_code, str(error)
-    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("retouch"):
+    if isinstance(error, ModuleNotFoundError) and error.name and not is_own(error.name):
         from retouch.doctor.machine import EXTRAS
 
         module = error.name.partition(".")[0]

@@ -42,6 +42,10 @@ class Window(Section):
 
 Solver = Literal["first_order", "dpm2"]
 
+SAMPLED = ReadBy("diffusion"), ReadBy("epochs", warns=True)
+"""Declaration of a size of the epochs of rollouts, which a run on given images has none of. It is a warning: such a run
+may share the section with others."""
+
 
 def strength(name: str, rules: str) -> ReadIn:
     """Declaration of an option that scales the noise of some step rules."""
@@ -67,11 +71,11 @@ class RolloutConfig(Section):
     """Defaults of grpo, ppo and nft for keys that the run file leaves out, here and under algorithm. "reference" has
     the published values; "fast" takes a fraction of the forwards, by lossy settings (docs/speed.md). Written keys win;
     `retouch check` prints the result. Null fills in nothing."""
-    group_size: Count = 8
+    group_size: Annotated[Count, *SAMPLED] = 8
     """K: samples of one example; a group baseline compares them."""
-    global_groups_per_batch: Count = 8
+    global_groups_per_batch: Annotated[Count, *SAMPLED] = 8
     """Examples of one rollout batch over all devices; images = this times group_size."""
-    batches_per_epoch: Count = 1
+    batches_per_epoch: Annotated[Count, *SAMPLED] = 1
     """Rollout batches of an epoch; the policy is then trained on them."""
     batch_size_per_device: Count = 8
     """Images sampled in one forward; changes memory and speed, not results."""

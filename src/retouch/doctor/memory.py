@@ -11,18 +11,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retouch.config.cost import pixels_of
 from retouch.config.derived import kept_checkpoints, moment_bytes, rows_per_forward, snapshots
 from retouch.config.errors import ConfigError
 from retouch.config.run import RunConfig
 from retouch.doctor.line import Line, size
 from retouch.doctor.model import FoundModel, downloaded, find_model, loaded
 from retouch.doctor.networks import Networks, asked_adapter, build_networks
-from retouch.families.base import Model, TrainFull, TrainIpAdapter, TrainLora
+from retouch.families.base import FamilySpec, Model, TrainFull, TrainIpAdapter, TrainLora
 from retouch.families.sizes import Sizes, released_sizes
 from retouch.registry import load_attribute
 
 if TYPE_CHECKING:
-    from retouch.adapters.formats import AdapterShape
+    from retouch.adapters.shape import AdapterShape
     from retouch.doctor.launch import Launch
     from retouch.doctor.machine import Gpus
 
@@ -102,23 +103,34 @@ def count_weights(run: RunConfig, networks: Networks) -> Counted | None:
 
 def count_released(run: RunConfig) -> Counted | None:
     """As `count_weights`, of a released model by the counts that come with the package: without torch and without the
-    configs of the hub. None where more than these decides: a style adapter by the modules of the network, a decode
-    with gradient by its operations."""
-    model = run.model
-    if model.path not in model.spec.hub_ids or not model.has_released_sizes or model.transformer is not None:
+    configs of the hub. None where more than these decides, such as another image encoder, or a decode in tiles.
+
+    Raises:
+        ConfigError: as of `count_weights`.
+    """
+    model, train, spec = run.model, run.model.train, run.model.spec
+    if model.path not in spec.hub_ids or not model.has_released_sizes or model.transformer is not None:
         return None
-    if run.algorithm.trains_text_encoder or model.train.kind == "ip_adapter" or run.algorithm.decoder_backwards(run):
+    styled, decodes = isinstance(train, TrainIpAdapter), run.algorithm.decoder_backwards(run) > 0
+    if run.algorithm.trains_text_encoder or (decodes and model.vae_batch == "tiles"):
         return None
-    if (sizes := released_sizes(model.spec)) is None:
+    if styled and (spec.adapter is None or model.reference_encoder != spec.adapter.image_encoder):
+        return None
+    if (released := released_sizes(spec)) is None:
         return None
     from retouch.doctor.data import needs_no_t5
 
-    network, others = sizes
-    folder = downloaded(model.path) if model.spec.optional else None
+    folder = downloaded(model.path) if spec.optional else None
     loaded_ones = loaded(model, embedded=needs_no_t5(run), folder=folder)
-    whole = set(loaded_ones) <= {model.spec.network_name, *others}
-    beside = {name: count for name, count in others.items() if name in loaded_ones}
-    return _counted(run, network, beside, None, whole=whole)
+    beside = {name: count for name, count in released.others.items() if name in loaded_ones}
+    if styled and model.embeddings is None:
+        beside["image_encoder"] = released.image_encoder
+    about: dict[str, Any] = {"whole": set(loaded_ones) <= {spec.network_name, *released.others}}
+    if decodes:
+        height, width = (side // spec.downsampling for side in pixels_of(run.data))
+        recomputes = run.training.gradient_checkpointing
+        about["decoder"] = released.decode_bytes(BYTES[model.dtype], (height, width), checkpointing=recomputes)
+    return _counted(run, released.network, beside, released.adapter(train, spec) if styled else None, **about)
 
 
 def _counted(
@@ -129,6 +141,9 @@ def _counted(
     Args:
         beside: component -> number of weights of the networks beside the trained one.
         about: fields of `Counted` for `_counted` to pass on.
+
+    Raises:
+        ConfigError: not as many factors of a style adapter's `scale` as blocks.
     """
     others = dict(beside)
     if network.buffers:  # of SD3: the table of positions
@@ -144,34 +159,53 @@ def _counted(
         return Counted(network.weights, 0, **about)
     if isinstance(train, TrainLora):
         return Counted(lora_weights(run, network.shapes), network.weights, **about)
-    return None if adapter is None else Counted(frozen=network.weights, **adapter_weights(train, adapter), **about)
+    if adapter is None:
+        return None
+    if isinstance(train.scale, list) and len(train.scale) != len(adapter.inner):
+        raise ConfigError(
+            f"model.train.scale: given {len(train.scale)} factors; the network has {len(adapter.inner)} blocks: give "
+            "one for each, or one number for all"
+        )
+    return Counted(frozen=network.weights, **adapter_weights(train, adapter), **about)
 
 
 def decoder_bytes(run: RunConfig, networks: Networks) -> int:
     """Bytes of the activations of one decode with gradient, where the algorithm takes any and the VAE is known."""
+    vae = networks.parts.get("vae")
+    if not run.algorithm.decoder_backwards(run) or vae is None:
+        return 0
+    model, recomputes = run.model, run.training.gradient_checkpointing
+    return traced_decode(model.spec, vae, pixels_of(run.data), model.dtype, model.vae_batch)[recomputes]
+
+
+def traced_decode(spec: FamilySpec, vae: Any, size: tuple[int, int], dtype: str, batch: str = "all") -> tuple[int, int]:
+    """Bytes of the activations of one decode with gradient of an image of (height, width), without and with
+    checkpointing.
+
+    Args:
+        vae: on the meta device.
+        batch: `model.vae_batch`.
+    """
     import torch
 
     from retouch.families.loading import DTYPES
     from retouch.families.meta import to_run_without_data, without_data
     from retouch.families.vae import gradient_bytes
 
-    vae = networks.parts.get("vae")
-    if not run.algorithm.decoder_backwards(run) or vae is None:
-        return 0
     vae = copy.deepcopy(vae)  # for it loses its place on the meta device
-    kind, mode, (height, width) = load_attribute(run.model.spec.model).autoencoder_class, without_data(), run.data.size
-    autoencoder = kind(vae.requires_grad_(False), "meta", run.model.vae_batch)
+    kind, mode, (height, width) = load_attribute(spec.model).autoencoder_class, without_data(), size
+    autoencoder = kind(vae.requires_grad_(False), "meta", batch)
     autoencoder.device = torch.device("cpu")
-    to_run_without_data(vae, mode, lambda _: DTYPES[run.model.dtype])
+    to_run_without_data(vae, mode, lambda _: DTYPES[dtype])
     with mode:
         cells = height // autoencoder.downsampling, width // autoencoder.downsampling
         latents = torch.empty(1, autoencoder.channels, *cells)
-        return gradient_bytes(autoencoder, latents, checkpointing=run.training.gradient_checkpointing)
+        return gradient_bytes(autoencoder, latents)
 
 
 def adapter_weights(train: TrainIpAdapter, shape: AdapterShape) -> dict[str, int]:
     """`trained`, `adapter` (frozen), `saved` and `saved_frozen` weights of a style adapter."""
-    from retouch.adapters.train_ip_adapter import is_trained
+    from retouch.adapters.shape import is_trained
 
     sizes = {key: math.prod(size) for key, size in shape.tensors().items()}
     whole = sum(sizes.values())

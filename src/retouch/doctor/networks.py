@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from retouch.config.errors import ConfigError
 from retouch.doctor.model import FoundModel, loaded
 from retouch.errors import first_line
-from retouch.families.base import FamilySpec, Model, TrainIpAdapter
+from retouch.families.base import AdapterFacts, FamilySpec, Model, TrainIpAdapter
 from retouch.files import plain_json
 from retouch.files.hub import hub_problem, refusal
+from retouch.files.model_files import tiny_path
 from retouch.registry import load_attribute
 
 if TYPE_CHECKING:
-    from retouch.adapters.formats import AdapterShape
+    from retouch.adapters.shape import AdapterShape
 
 
 @dataclass(frozen=True)
@@ -86,33 +87,21 @@ def released_parts(spec: FamilySpec) -> dict[str, Any]:
 
 
 def asked_adapter(model: Model, networks: Networks) -> AdapterShape | None:
-    """Sizes of the style adapter of `model.train`; None if the network or the encoder is unknown.
-
-    Raises:
-        ConfigError: not as many factors of `scale` as blocks.
-    """
+    """Sizes of the style adapter of `model.train`; None if the network or the encoder is unknown."""
     from retouch.adapters.train_ip_adapter import wanted_shape
 
     train = model.train
     network = networks.parts.get(model.spec.network_name)
     if not isinstance(train, TrainIpAdapter) or network is None or networks.reference_width is None:
         return None
-    shape = wanted_shape(network, train, model.spec, networks.reference_width)
-    if isinstance(train.scale, list) and len(train.scale) != len(shape.inner):
-        raise ConfigError(
-            f"model.train.scale: given {len(train.scale)} factors; the network has {len(shape.inner)} blocks: give one "
-            "for each, or one number for all"
-        )
-    return shape
+    return wanted_shape(network, train, model.spec, networks.reference_width)
 
 
 def encoder_folder(name: str) -> Path | None:
     """Folder of an image encoder on this machine: a local one, the one of the package, or the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
-    from retouch.families.image_encoder import TINY
-
-    folder = TINY if name == "tiny" else Path(name).expanduser()
+    folder = tiny_path("image_encoder") if name == "tiny" else Path(name).expanduser()
     if folder.is_dir() or name.count("/") != 1:
         return folder
     config = try_to_load_from_cache(name, "config.json")
@@ -145,10 +134,23 @@ def meta_encoder(folder: Path) -> tuple[Any, int]:
     from transformers import AutoConfig
 
     from retouch.families.image_encoder import vision_config
+
+    return _on_meta(*encoder_class(folder), vision_config(AutoConfig.from_pretrained(folder)))
+
+
+def released_encoder(facts: AdapterFacts) -> tuple[Any, int]:
+    """As `meta_encoder`, of the default encoder; no encoder if its config is not known."""
+    from retouch.families.image_encoder import KINDS
+
+    if not facts.encoder:
+        return None, facts.width
+    kind, output = KINDS[facts.encoder["model_type"]]
+    return _on_meta(kind, output, kind.config_class(**facts.encoder))
+
+
+def _on_meta(kind: Any, output: str, config: Any) -> tuple[Any, int]:
     from retouch.families.meta import on_meta
 
-    kind, output = encoder_class(folder)
-    config = vision_config(AutoConfig.from_pretrained(folder))
     width = config.projection_dim if output == "image_embeds" else config.hidden_size
     return on_meta(lambda: kind(config)), int(width)
 
@@ -157,14 +159,16 @@ def _encoder(model: Model, *, download: bool) -> tuple[Any, int | None]:
     name, facts = model.reference_encoder, model.spec.adapter
     if name is None or facts is None:
         return None, None
-    known = facts.width if name == facts.image_encoder else None
+    known = name == facts.image_encoder
     folder = encoder_folder(name)
     if folder is None and download:
-        folder = _fetched(name, "config.json", known is not None)
+        folder = _fetched(name, "config.json", known)
     try:
-        return meta_encoder(folder) if folder else (None, known)
+        if folder is not None:
+            return meta_encoder(folder)
     except ConfigError:  # reported in a line of its own
-        return None, known
+        return None, facts.width if known else None
+    return released_encoder(facts) if known else (None, None)
 
 
 def _fetch(model: Model, *, embedded: bool) -> Path | None:

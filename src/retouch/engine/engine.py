@@ -18,7 +18,6 @@ from accelerate.utils import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     DistributedType,
-    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     gather_object,
     parse_flag_from_env,
@@ -31,6 +30,7 @@ from retouch.engine.parallel import Fsdp2, Replicated
 from retouch.engine.speed import choose_kernels, compile_blocks, leave_casts_to_autocast, with_own_options
 from retouch.engine.zero import Zero
 from retouch.errors import first_line
+from retouch.process.process_wide import leave_to_the_run_file
 from retouch.rewards.client.config import COLLECTIVE_S
 from retouch.types import Diverged
 
@@ -73,14 +73,13 @@ class Engine:
         collective_s: timeout of collectives in seconds.
         """
         require_joined()
+        leave_to_the_run_file(training.mixed_precision)
         # accelerate keeps the precision in a process-wide state, which a second engine in one process must not inherit
         AcceleratorState._reset_state()
         try:
             self.accelerator = Accelerator(
                 mixed_precision=training.mixed_precision,
                 step_scheduler_with_optimizer=False,
-                # the default is that of the environment, and every loss would be divided by it
-                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
                 # no cache: each weight is used once per forward, and lowered copies would be kept until its end
                 kwargs_handlers=[
                     AutocastKwargs(cache_enabled=False),

@@ -21,6 +21,7 @@ class AdapterFacts:
         image_encoder: hub id of the default encoder of references.
         width: width of the vectors of that encoder.
         normalizes_values: whether its attention can normalize values (`model.train.value_norm`).
+        encoder: config of that encoder; empty if it is not known.
     """
 
     network: str
@@ -30,6 +31,7 @@ class AdapterFacts:
     image_encoder: str
     width: int
     normalizes_values: bool = True
+    encoder: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)

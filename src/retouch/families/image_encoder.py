@@ -26,9 +26,10 @@ from retouch.families.offload import OffloadedNetworks
 from retouch.files import plain_json
 from retouch.files.disk import expanded
 from retouch.files.hub import read_variant, require_hub, variant_hint
+from retouch.files.model_files import tiny_path
 from retouch.lru import LruCache
 
-TINY = Path(__file__).parents[1] / "tiny" / "bases" / "image_encoder"
+TINY = tiny_path("image_encoder")
 """The encoder that comes with the package."""
 
 KINDS: dict[str, tuple[Any, str]] = {

@@ -37,6 +37,28 @@ T5_XXL: dict[str, Any] = {  # the encoder of T5 1.1, 4.76 B
 }
 
 
+SIGLIP_SO400M: dict[str, Any] = {  # the vision tower of google/siglip-so400m-patch14-384, 0.43 B
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "image_size": 384,
+    "patch_size": 14,
+}
+
+CLIP_H: dict[str, Any] = {  # that of laion/CLIP-ViT-H-14-laion2B-s32B-b79K, 0.63 B
+    "model_type": "clip_vision_model",
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 14,
+    "projection_dim": 1024,
+}
+
+
 def autoencoder(latent_channels: int, *, quant_conv: bool = False, **options: Any) -> dict[str, Any]:
     """The `AutoencoderKL` of Stable Diffusion and FLUX.1 but for its latents: 0.084 B parameters."""
     return {

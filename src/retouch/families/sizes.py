@@ -10,10 +10,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from retouch.adapters.shape import shape_in
 
 if TYPE_CHECKING:
-    from retouch.families.base import FamilySpec, Quantization
+    from retouch.adapters.shape import AdapterShape
+    from retouch.families.base import FamilySpec, Quantization, TrainIpAdapter
 
 FILE = "released_sizes.json"
 """Beside this module; `weights` has [name with * for the number of its block, [[first, last] of these numbers], shape,
@@ -56,9 +59,45 @@ def stored_bytes(shape: Sequence[int], scheme: Quantization) -> int:
     return -(-count // 2) + 4 * -(-count // BLOCK) if scheme == "nf4" else count + 4 * shape[0]
 
 
-def released_sizes(spec: FamilySpec) -> tuple[Sizes, dict[str, int]] | None:
-    """Sizes of the trained network of a released model, and the number of weights of each other one by component; None
-    for a family of a plug-in."""
+class Released(NamedTuple):
+    """Sizes of a released model.
+
+    Attributes:
+        network: of the trained network.
+        others: component -> number of weights of each other network.
+        more: `decode`: bytes of a number -> factors of `monomials`, without and with checkpointing; and of a family
+            with a style adapter, `adapter`.
+    """
+
+    network: Sizes
+    others: dict[str, int]
+    more: dict[str, Any]
+
+    @property
+    def image_encoder(self) -> int:
+        """Number of weights of the default encoder of references."""
+        return self.more["adapter"]["image_encoder"]
+
+    def adapter(self, train: TrainIpAdapter, spec: FamilySpec) -> AdapterShape:
+        """Shape of a style adapter with the default encoder of references."""
+        stored = self.more["adapter"]
+        assert spec.adapter is not None, "`check` refuses other families"
+        inner = tuple(width for width, count in stored["inner"] for _ in range(count))
+        return shape_in(train, spec, spec.adapter.width, stored["token_width"], inner)
+
+    def decode_bytes(self, bytes_a_number: int, cells: tuple[int, int], *, checkpointing: bool) -> int:
+        """Bytes of the activations of a decode with gradient of one image of (h, w) latent cells."""
+        terms = self.more["decode"][str(bytes_a_number)][checkpointing]
+        return sum(term * monomial for term, monomial in zip(terms, monomials(*cells), strict=True))
+
+
+def monomials(height: int, width: int) -> tuple[int, int, int]:
+    """What the activations of a decoder are sums of: numbers a channel, padded rows and columns, and planes."""
+    return 1, height + width, height * width
+
+
+def released_sizes(spec: FamilySpec) -> Released | None:
+    """Sizes of a released model; None for a family of a plug-in."""
     stored: Any = json.loads(resources.files("retouch.families").joinpath(FILE).read_text(encoding="utf-8"))
     found = stored.get(spec.family)
     if found is None:
@@ -66,7 +105,8 @@ def released_sizes(spec: FamilySpec) -> tuple[Sizes, dict[str, int]] | None:
     weights = [row for row in found["weights"] for row in _unfolded(*row)]
     shapes = {name: shape for name, shape, _ in weights}
     matrices = frozenset(name for name, _, whole in weights if whole)
-    return Sizes(shapes, found["buffers"], matrices, found["tables"]), found["others"]
+    network = Sizes(shapes, found["buffers"], matrices, found["tables"])
+    return Released(network, found["others"], {name: found[name] for name in ("adapter", "decode") if name in found})
 
 
 def _unfolded(

@@ -210,9 +210,9 @@ def recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
             del block.forward
 
 
-def gradient_bytes(autoencoder: Autoencoder, latents: Tensor, *, checkpointing: bool) -> int:
-    """Bytes of the activations that `Autoencoder.latent_gradient` keeps for its backward at most. With checkpointing:
-    the inputs of all blocks, and what the largest block keeps while it is computed again.
+def gradient_bytes(autoencoder: Autoencoder, latents: Tensor) -> tuple[int, int]:
+    """Bytes of the activations that `Autoencoder.latent_gradient` keeps for its backward at most, without and with
+    checkpointing: then the inputs of all blocks, and what the largest block keeps while it is computed again.
 
     Args:
         latents: of the shape to decode; with tensors without data nothing is computed.
@@ -244,10 +244,8 @@ def gradient_bytes(autoencoder: Autoencoder, latents: Tensor, *, checkpointing: 
         hooks.enter_context(torch.enable_grad())
         hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
         autoencoder.decode_unclamped(latents.requires_grad_())
-    if not checkpointing:
-        return kept.total()
-    outside = kept.pop(-1, 0)
-    return outside + inputs.total() + max(kept.values())
+    whole, outside = kept.total(), kept.pop(-1, 0)
+    return whole, outside + inputs.total() + max(kept.values())
 
 
 def limit_batch(vae: Any, batch: Literal["all", "one", "tiles"]) -> None:

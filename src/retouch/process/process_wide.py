@@ -1,9 +1,11 @@
 """Settings that all threads of a process share and the numbers of a run depend on: torch's default dtype, its switches,
-and the global random generators. No torch at import time.
+the global random generators, and what libraries take from the environment. No torch at import time.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import random
 import sys
 import threading
@@ -13,7 +15,35 @@ from typing import Any
 
 import numpy as np
 
+logger = logging.getLogger(__name__)
+
+OVERRULED = {
+    "ACCELERATE_DYNAMO_BACKEND": "training.compile decides",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "the run file decides",
+    "ACCELERATE_INIT_INCLUDE_BUFFERS": "networks are loaded with their buffers",
+    "ACCELERATE_MIXED_PRECISION": "training.mixed_precision decides",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "training.sharding decides",
+}
+"""Variable that accelerate would take a setting from -> why it does not."""
+
+_IDLE = {"", "0", "1", "no", "false"}
+"""Values that change nothing; accelerate's launcher sets some of the variables to one of them."""
+
 _one_at_a_time = threading.RLock()
+
+
+def leave_to_the_run_file(mixed_precision: str) -> None:
+    """Take the settings out of the environment that accelerate would apply beside those of the run file: its launcher
+    or a shell put them there, and one run file would give two runs. Other processes that this one starts have none of
+    them either.
+
+    Args:
+        mixed_precision: of the run, which a launcher may have been told as well.
+    """
+    for name, why in OVERRULED.items():
+        value = os.environ.pop(name, "")
+        if value.lower() not in {*_IDLE, mixed_precision}:
+            logger.warning("%s=%s in the environment has no effect: %s", name, value, why)
 
 
 @contextmanager

@@ -87,16 +87,21 @@ def resume_folder(config: RunConfig, run_dir: RunDir, *, quiet: bool = False) ->
     return origin
 
 
-def with_kept_defaults(config: RunConfig) -> RunConfig:
-    """The run file of a run that may be resumed. A key that it leaves out, and whose default has changed, keeps its
-    earlier default if the checkpoint was written under it: sums of forwards of other sizes round differently. A
-    checkpoint that cannot be read changes nothing here, and is reported where it is loaded."""
+def resumed_run_file(config: RunConfig) -> Mapping[str, Any] | None:
+    """The run file that the checkpoint to resume from was written under; None without one, or if it cannot be read,
+    which is reported where it is loaded."""
     try:
         folder = resume_folder(config, RunDir(config, main=False), quiet=True)
-        if folder is None:
-            return config
-        before = with_new_names(saved_run_file(sound_state(folder), folder))
+        return None if folder is None else with_new_names(saved_run_file(sound_state(folder), folder))
     except CheckpointError:
+        return None
+
+
+def with_kept_defaults(config: RunConfig) -> RunConfig:
+    """The run file of a run that may be resumed. A key that it leaves out, and whose default has changed, keeps its
+    earlier default if the checkpoint was written under it: sums of forwards of other sizes round differently."""
+    before = resumed_run_file(config)
+    if before is None:
         return config
     for key, default in EARLIER_DEFAULTS.items():
         name, _, option = key.partition(".")

@@ -10,7 +10,6 @@ letter has a family.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -38,8 +37,6 @@ from retouch_glyphs.tiny.broken_letters import (
     draw_letters,
     names_of,
 )
-
-logger = logging.getLogger(__name__)
 
 SHARES = {"erase": 0.28, "add": 0.32, "warp": 0.06, "splice": 0.12, "merge": 0.08, "other": 0.08, "nothing": 0.06}
 """Share of each defect among the broken letters of the training."""

@@ -7,7 +7,6 @@ characters that are read right: in fonts of which no training line has a family,
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,8 +36,6 @@ from retouch_glyphs.text_recognizer import (
     read_greedily,
 )
 from retouch_glyphs.tiny.written_lines import LINE_FONTS, TESTED, UNSEEN_FONTS, Line, LineSetting, draw_lines
-
-logger = logging.getLogger(__name__)
 
 REDRAWING = "flux_fill"
 """Tiny base whose autoencoder redraws some training lines, with noise on the latents."""

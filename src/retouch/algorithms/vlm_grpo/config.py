@@ -87,7 +87,8 @@ class VlmGrpoConfig(AlgorithmSection):
     name: Literal["vlm_grpo"] = "vlm_grpo"
     trl: dict[str, Any] = Field(default={})
     """TRL's own options by name: those of its GRPOConfig, and the adapter options of its ModelConfig (use_peft, lora_r,
-    lora_alpha, ...). Null takes TRL's default. Dr. GRPO is loss_type: dr_grpo with scale_rewards: none."""
+    lora_alpha, ...). Null takes TRL's default, but of lora_dropout 0. Dr. GRPO is loss_type: dr_grpo with
+    scale_rewards: none."""
     conditioning: Literal["response_states", "rewrite_text"] = "response_states"
     """"response_states": the states of prompt and completion, as generated, in one forward; "rewrite_text": the text of
     the completion replaces the prompt, in the family's own chat."""

@@ -27,6 +27,7 @@ from datasets.utils.logging import set_verbosity_error
 from trl import GRPOConfig
 
 from retouch.algorithms.vlm_grpo.checkpoint import require_same_engine
+from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.algorithms.vlm_grpo.responses import Responses
 from retouch.algorithms.vlm_grpo.run import PromptOrder, Rows, VlmRun, build_run, name_for_vllm
 from retouch.algorithms.vlm_grpo.scoring import ScoredCompletion, noise_seeds, reward_means, scored_grid
@@ -45,6 +46,7 @@ from retouch.training.resume import (
     evaluation_stands,
     has_finished,
     resume_folder,
+    resumed_run_file,
     same_kind,
     with_kept_defaults,
 )
@@ -59,6 +61,8 @@ from retouch.types import Scores
 
 logger = logging.getLogger(__name__)
 
+DROPOUT = "lora_dropout"
+
 
 def train(config: RunConfig) -> Path:
     """Train what the run file describes -> the run directory.
@@ -66,7 +70,7 @@ def train(config: RunConfig) -> Path:
     Raises:
         Stopped: on a signal, when the time is up, or when rewards stay unavailable; resumable.
     """
-    config = with_kept_defaults(config)
+    config = with_dropout(with_kept_defaults(config))
     arguments = trl_arguments(config)
     run = build_run(config, arguments.device, arguments.world_size, main=arguments.process_index == 0)
     try:
@@ -74,6 +78,20 @@ def train(config: RunConfig) -> Path:
     finally:
         run.close()
     return run.dir.path
+
+
+def with_dropout(config: RunConfig) -> RunConfig:
+    """The run file with a dropout of 0 where its adapter has none. TRL's default of 0.05 would train another policy
+    than the one that sampled; a run that began under it goes on under it."""
+    algorithm = config.algorithm
+    assert isinstance(algorithm, VlmGrpoConfig)
+    if not algorithm.uses_adapter or DROPOUT in algorithm.trl:
+        return config
+    before = resumed_run_file(config)
+    if before is not None and DROPOUT not in before["algorithm"].get("trl", {}):
+        return config
+    update = {"trl": {**algorithm.trl, DROPOUT: 0.0}}
+    return config.model_copy(update={"algorithm": algorithm.model_copy(update=update)})
 
 
 def _train(run: VlmRun, arguments: GRPOConfig) -> None:

@@ -31,7 +31,7 @@ from retouch.observe.cost import Costs
 from retouch.observe.guards import IdleWatch
 from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
-from retouch.process.process_wide import rng_state, set_rng_state
+from retouch.process.process_wide import leave_to_the_run_file, rng_state, set_rng_state
 from retouch.rewards.table import of_all
 from retouch.training.evaluation import Moment, record_evaluation
 from retouch.training.scoring import RewardOutage, raise_together
@@ -55,6 +55,7 @@ def trl_arguments(config: RunConfig) -> GRPOConfig:
     given = {name: value for name, value in algorithm.trl.items() if name in grpo_fields()}
     task: Task = getattr(config.model, "variant", "draw")
     cpu = not torch.cuda.is_available()
+    leave_to_the_run_file(training.mixed_precision)
     if _launched_with("FSDP"):
         raise ConfigError(
             "accelerate's configuration: given FSDP, whose hooks vlm_grpo would bypass when it reads the text "

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from retouch.config.reads import ReadIf
 from retouch.families.base import AdapterFacts, ModelSection
-from retouch.families.released import CLIP_L, T5_XXL, autoencoder
+from retouch.families.released import CLIP_L, SIGLIP_SO400M, T5_XXL, autoencoder
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -65,6 +65,7 @@ ADAPTER = AdapterFacts(
     tokens=128,
     image_encoder="google/siglip-so400m-patch14-384",
     width=1152,
+    encoder=SIGLIP_SO400M,
 )
 """The style adapter."""
 

@@ -9,8 +9,8 @@ import torch
 from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 from torch import Tensor
 
-from retouch.adapters.formats import AdapterShape
 from retouch.adapters.hosts import BlockHost, IpProcessor, Reference
+from retouch.adapters.shape import AdapterShape
 
 
 class QwenIpProcessor(IpProcessor):

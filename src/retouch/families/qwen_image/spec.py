@@ -8,6 +8,7 @@ from pydantic import Field
 
 from retouch.families.base import AdapterFacts, FamilySpec
 from retouch.families.qwen.spec import FACTS, QwenSection
+from retouch.families.released import SIGLIP_SO400M
 
 
 class QwenImageModel(QwenSection):
@@ -28,6 +29,7 @@ class QwenImageModel(QwenSection):
             tokens=128,
             image_encoder="google/siglip-so400m-patch14-384",
             width=1152,
+            encoder=SIGLIP_SO400M,
         ),
     )
 

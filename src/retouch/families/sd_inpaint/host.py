@@ -10,8 +10,8 @@ from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 from torch import Tensor, nn
 
-from retouch.adapters.formats import AdapterShape
 from retouch.adapters.hosts import Host
+from retouch.adapters.shape import AdapterShape
 from retouch.families.base import AdapterFacts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from retouch.families.base import AdapterFacts, FamilySpec, ModelSection
-from retouch.families.released import CLIP_L, autoencoder
+from retouch.families.released import CLIP_H, CLIP_L, autoencoder
 
 
 class SdInpaintModel(ModelSection):
@@ -49,6 +49,7 @@ class SdInpaintModel(ModelSection):
             tokens=4,
             image_encoder="laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
             width=1024,
+            encoder=CLIP_H,
             normalizes_values=False,
         ),
     )
