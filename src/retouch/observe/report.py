@@ -102,7 +102,7 @@ def page_of(run: Path, *, inside: bool | None, live: bool) -> Page:
     rows = {name: rows_of(run, record) for name, record in points.items()}
     stored = stored_of(run, {record["step"] for record in by_kind["eval"]})
     images = gallery(stored, run / "report.html", _gallery_measures(points, rewards), inside=inside)
-    last_two = list(rows.values())[-2:] if "last" in points and by_kind["rollout"] else []  # a warm-up reads no rewards
+    last_two = list(rows.values())[-2:] if _has_trained(points, by_kind) else []
     return Page(
         str(config["name"]),
         [
@@ -242,19 +242,27 @@ def _evaluations(points: dict[str, Record], rows: dict[str, list[Record]]) -> Ma
     return evaluation_table(columns, changes, "one kind of weights; differences are paired by image.")
 
 
+def _has_trained(points: Mapping[str, Record], by_kind: Mapping[str, Sequence[Record]]) -> bool:
+    """Whether rewards were optimized between the last two evaluations: a supervised warm-up reads no rewards."""
+    return "last" in points and bool(by_kind["rollout"])
+
+
 def _transfer_section(rows: Sequence[Sequence[Record]], rewards: Mapping[str, Record]) -> Markup:
     """The part of the gain of each trained reader that gold readers confirm; "" without a clear gain."""
     if len(rows) != 2:
         return Markup()
     gold = [name for name, entry in rewards.items() if entry.get("role") == "gold"]
-    weights = {name: entry.get("weight", 1.0) or entry.get("gradient_weight", 0.0) for name, entry in rewards.items()}
-    trained = [name for name, weight in weights.items() if name not in gold and weight]
+    trained = [name for name, entry in rewards.items() if name not in gold and _is_optimized(entry)]
     note = (
         "Share of the gain of the reward that was trained on, as readers measure it that were not: 1 is all of it. The "
         "hacking index is that gain less the mean gain of the others."
     )
     tables = Markup("".join(_transfer_table(one) for one in transfers(rows[0], rows[1], trained, gold)))
     return part("section", "Transfer to other readers", note, tables)
+
+
+def _is_optimized(entry: Record) -> bool:
+    return bool(entry.get("weight", 1.0) or entry.get("gradient_weight", 0.0))
 
 
 def _transfer_table(found: Transfer) -> Markup:
