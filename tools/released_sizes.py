@@ -10,8 +10,7 @@ reads the file, because the imports alone take ten seconds.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from retouch.doctor.networks import released_encoder, released_parts
 from retouch.families import FAMILIES
 from retouch.families.base import FamilySpec
 from retouch.families.quantized import sizes_of
-from retouch.families.sizes import FILE, Sizes, monomials
+from retouch.families.sizes import FILE, as_stored, monomials
 
 PLACE = Path(__file__).resolve().parents[1] / "src/retouch/families" / FILE
 
@@ -71,28 +70,6 @@ def adapter(spec: FamilySpec, network: Any) -> dict[str, Any]:
     inner = [[width, len(list(run))] for width, run in groupby(host.inner())]
     encoder, _ = released_encoder(spec.adapter)
     return {"adapter": {"token_width": host.token_width(), "inner": inner, "image_encoder": weights_in(encoder)}}
-
-
-def as_stored(network: Sizes, others: Mapping[str, int], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of a family in the file; `weights` has [name with * for the number of its block, [[first, last] of
-    these numbers], shape, whether `model.quantize` stores it in fewer bits] for all weights that differ in that
-    number."""
-    alike: dict[tuple[str, tuple[int, ...], bool], list[int]] = defaultdict(list)
-    for name, shape in network.shapes.items():
-        parts = name.split(".")
-        numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
-        inner = [i for i in numbers if parts[i - 1] == "transformer_blocks"]  # ten in a block of a U-Net
-        at = next(iter(inner or numbers), None)
-        folded = name if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])
-        alike[folded, shape, name in network.matrices] += [] if at is None else [int(parts[at])]
-    rows = [[name, _runs(numbers), list(shape), whole] for (name, shape, whole), numbers in alike.items()]
-    return {"weights": rows, "buffers": network.buffers, "tables": network.tables, "others": dict(others), **more}
-
-
-def _runs(numbers: Iterable[int]) -> list[list[int]]:
-    """[first, last] of each run of consecutive numbers."""
-    runs = (list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]))
-    return [[run[0][1], run[-1][1]] for run in runs]
 
 
 def text(families: dict[str, dict[str, Any]]) -> str:

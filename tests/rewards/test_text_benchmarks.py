@@ -56,12 +56,15 @@ def test_longtext_asks_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
         scorer = make_scorer("longtext", {"model": "judge", "address": server.url})
         monkeypatch.setattr(scorer, "_read", lambda item: "Fresh brews! Every morning")
         lines = [{"text": "FRESH BREWS, EVERY DAY"}]
-        told, empty = scorer.score([
-            RewardItem(0, "p", GREY, metadata={"lines": lines}), RewardItem(1, "p", GREY, metadata={"text": "!?"})
+        told, empty, chinese = scorer.score([
+            RewardItem(0, "p", GREY, metadata={"lines": lines, "language": "en"}),
+            RewardItem(1, "p", GREY, metadata={"text": "!?"}),
+            RewardItem(2, "p", GREY, metadata={"text": "早晨", "language": "zh"}),
         ])  # fmt: skip
         assert isinstance(told, Score) and told.value == pytest.approx(3 / 4)
         assert told.detail == {"text": "Fresh brews! Every morning", "matched": 3, "asked": 4}
         assert isinstance(empty, Failure) and "nothing is left of '!?'" in empty.message
+        assert isinstance(chinese, Failure) and "set language=zh" in chinese.message
         assert isinstance(scorer.score([RewardItem(0, "p", GREY)])[0], Failure)
         monkeypatch.undo()
         monkeypatch.setenv("OPENAI_API_KEY", KEY)

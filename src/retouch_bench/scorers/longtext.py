@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import field_validator
 
@@ -88,6 +88,9 @@ class LongTextScorer(JudgeScorer[LongTextReward]):
         asked = lines_to_read(item)
         if isinstance(asked, Failure):
             return asked
+        language = item.metadata.get("language")
+        if language in get_args(Language) and language != self.options.language:
+            return Failure("bad_item", f"its texts are of language {language!r}; set language={language} in the reward")
         answer = self._read(item)
         found = recall([line.text for line in asked], answer, self.options.language)
         if not found.asked:
