@@ -149,7 +149,7 @@ def test_shared_and_frozen_weights_stay_so(as_rank: Any) -> None:
 
 
 def test_zero3_gets_one_weight_after_the_other() -> None:
-    """DeepSpeed shards each before it asks for the next."""
+    """DeepSpeed shards each before it takes the next."""
     network = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).bfloat16()
     asked = OneByOne(network, torch.float32).parameters()
     for count, weight in enumerate(asked, 1):

@@ -43,8 +43,8 @@ def note_compiling(main: bool) -> None:
 
 
 class OneByOne(nn.Module):
-    """A network whose weights get their dtype in host memory as DeepSpeed asks for them. It shards each before it asks
-    for the next: no process holds all of them, and no device the whole network."""
+    """A network whose weights get their dtype in host memory as DeepSpeed iterates over them. It shards each before it
+    takes the next: no process holds all of them, and no device the whole network."""
 
     def __init__(self, network: nn.Module, dtype: torch.dtype | None) -> None:
         super().__init__()
