@@ -40,6 +40,7 @@ LAYERS = {"small": (1, 1), "large": (3, 7)}
 CASES = (
     *(f"{way}-small-{n}-{'fsdp2' if n > 1 else 'none'}" for way in ("whole", "mapped") for n in (1, 2, 4)),
     *(f"mapped-large-{n}-fsdp2" for n in (2, 4)),
+    "mapped-small-2-zero3",  # needs DeepSpeed
 )
 GB = 1e9
 

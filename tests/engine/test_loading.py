@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from retouch.engine import sharding
 from retouch.engine.sharding import blocks, piece, place, shard
+from retouch.engine.zero import OneByOne
 from retouch.families import FAMILIES
 from retouch.families.loading import family_class, stored_dtype
 from retouch.families.tiny import tiny_pipeline
@@ -145,3 +146,13 @@ def test_shared_and_frozen_weights_stay_so(as_rank: Any) -> None:
     assert piece(network.frozen).tolist() == [3.0, 4.0, 5.0] and not network.frozen.requires_grad
     assert network.frozen.dtype == torch.bfloat16
     assert piece(network.counts).tolist() == [3, 4, 5]
+
+
+def test_zero3_gets_one_weight_after_the_other() -> None:
+    """DeepSpeed shards each before it takes the next."""
+    network = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).bfloat16()
+    asked = OneByOne(network, torch.float32).parameters()
+    for count, weight in enumerate(asked, 1):
+        assert weight.dtype == torch.float32
+        assert [p.dtype == torch.float32 for p in network.parameters()] == [True] * count + [False] * (4 - count)
+    assert count == 4

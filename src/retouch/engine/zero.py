@@ -42,6 +42,20 @@ def note_compiling(main: bool) -> None:
         logger.info("DeepSpeed compiles its operators, once for this machine; this takes minutes (into %s)", folder)
 
 
+class OneByOne(nn.Module):
+    """A network whose weights get their dtype in host memory as DeepSpeed iterates over them. It shards each before it
+    takes the next: no process holds all of them, and no device the whole network."""
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.network, self.dtype = network, dtype
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for weight in self.network.parameters(recurse):
+            weight.data = weight.data.to("cpu", self.dtype if weight.is_floating_point() else None)
+            yield weight
+
+
 class Zero:
     """The interface of `Replicated`, by DeepSpeed's engine.
 
@@ -75,12 +89,12 @@ class Zero:
         self._access: Any = deepspeed.utils
         deepspeed.init_distributed(torch.distributed.get_backend())
         settings = options(training, config.max_grad_norm)
-        # for stage 3 into host memory, from where DeepSpeed takes weight by weight: no device holds the whole network
-        place(network, accelerator.device if self.whole_weights else torch.device("cpu"), dtype)
-        if not self.whole_weights:
-            deepspeed.zero.Init(module=network, config_dict_or_path=settings)
-            for module in network.modules():
-                module._buffers.update({n: b.to(accelerator.device) for n, b in module.named_buffers(recurse=False)})
+        if self.whole_weights:
+            place(network, accelerator.device, dtype)
+        else:
+            deepspeed.zero.Init(module=OneByOne(network, dtype), config_dict_or_path=settings)
+            for buffer in network.buffers():
+                buffer.data = buffer.data.to(accelerator.device, dtype if buffer.is_floating_point() else None)
         self.network: Any = deepspeed.initialize(model=network, optimizer=self.optimizer, config=settings)[0]
         self.network.eval()
         self._zero: Any = self.network.optimizer
