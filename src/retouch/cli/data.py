@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -40,7 +39,6 @@ def validate(
     from retouch.data.validate import validation_table
     from retouch.families.prompts import PromptCheck
 
-    logging.getLogger(__name__).info("reading the items of %s, and the tokenizers of its model if it names one", path)
     prompts_of = partial(PromptCheck, local=True)
     findings = find_problems(path, parse_size(resolution, "--resolution"), trust=trust, prompts_of=prompts_of)
     typer.echo(json.dumps([asdict(one) for one in findings], indent=2) if as_json else validation_table(findings))
