@@ -16,6 +16,7 @@ import typer.main
 from retouch.cli import app
 from retouch.tiny.signs import draw_words, write_signs
 from tests.command_line import retouch
+from tests.taste.voters import warm_votes
 
 Finished = Callable[[str], Path]
 
@@ -50,6 +51,7 @@ def asked(name: str, finished: Finished, signs: Path, folder: Path) -> list[obje
         "reward score": ["--reward", "preservation", *scored, "--source", sign],
         "reward probe": ["--reward", "preservation", *scored, "--source", sign, "--repeats", 2],
         "reward env": ["imscore", "--dry-run"],
+        "reward fit": [*([warm_votes(folder)] if name == "reward fit" else []), "--extractor", "tiny"],
         "data validate": [signs / "held_out", "--resolution", "32x64"],
         "data split": [folder / "signs", "--share", 0.5],
         "tiny build": ["flux_fill", "--out", folder / "base"],
@@ -61,6 +63,7 @@ def asked(name: str, finished: Finished, signs: Path, folder: Path) -> list[obje
 def test_json_is_one_value_on_standard_output(
     name: str, finished: Finished, signs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    finished("lora"), finished("full")  # trained before training is left out
     monkeypatch.setattr("retouch.algorithms.train.train", lambda config: None)
     monkeypatch.setattr("retouch.rewards.environments.resolve", lambda environment: {"torch": "2.0"})
     monkeypatch.setattr("retouch.cli.data.BUILDERS", {"flux_fill": lambda out, seed: {"ned": 0.5}})
