@@ -154,7 +154,7 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
     if tflop is None:
         unknown.append(f"FLOPs and GPU hours: {run.model.path} has not the sizes that {run.model.family} records")
     # A rate that was measured on one GPU is taken for another in proportion to their peaks; a network without one
-    # takes a share of the peak. What cannot be counted is named in `unknown`, and no number stands for it.
+    # takes a share of the peak. `unknown` names the parts without a number.
     network = run.model.spec.networks.get(run.model.spec.network_name, "")
     rate = MEASURED.get(network, SHARE * PEAKS[MEASURED_GPU] / 1e12) * peak / PEAKS[MEASURED_GPU]
     was = run.model.family in MEASURED_FAMILIES and pixels_of(run.data) == MEASURED_SIZE and is_measured(gpu)

@@ -179,7 +179,7 @@ def read_yaml(path: Path, chain: Sequence[Path] = ()) -> dict[str, Any]:
             f"{path}: extends: given {base!r}, but there is no {other}; the name is relative to this file"
         )
     # Variables are filled in later, in the merged file: one of a section that this file replaces need not be set. The
-    # family is checked before the merge, after which nobody could tell whose keys they are.
+    # family is checked before the merge, which mixes the keys of both.
     below = read_yaml(other, [*chain, path.resolve()])
     try:
         _check_family(below, own)

@@ -62,7 +62,7 @@ def foreign(value: object, mark: Names) -> list[str]:
     """The texts in the value of an option that name code or a host which needs consent: not the package's own, not on
     this machine, and not named in the environment."""
     # The environment is the user's, the run directory another person's: a value that the user has named needs no
-    # consent. Of code only the module counts, because its functions are the same author's.
+    # consent. For code, only the module counts, because its functions are the same author's.
     known = {*mark.own, *(part for name in mark.variables for part in os.environ.get(name, "").split(","))}
     others = [text for text in _texts(value) if text and text not in known]
     if mark.what == "code":

@@ -65,8 +65,8 @@ def trained_on(evaluation: Dataset, *training: Dataset, with_prompt: bool = Fals
         with_prompt: an image counts only where it is trained on with the same prompt.
     """
     asked = {item.id: images_of(item) for item in evaluation.items}
-    # Reading every file of a training set takes minutes. Equal images have equal lengths, so that only files as long as
-    # one of the other side are hashed.
+    # Reading every file of a training set takes minutes. Equal images have equal lengths: only files as long as one
+    # of the other side are hashed.
     sizes = {path.stat().st_size for images in asked.values() for path in paths(images)}
     prompts: defaultdict[Path | PackedImage | None, set[str]] = defaultdict(set)
     for data in training:

@@ -93,7 +93,7 @@ class Released(NamedTuple):
 
 
 def monomials(height: int, width: int) -> tuple[int, int, int]:
-    """What the activations of a decoder are sums of: numbers a channel, padded rows and columns, and planes."""
+    """Terms of the activations of a decoder: numbers a channel, padded rows and columns, and planes."""
     return 1, height + width, height * width
 
 

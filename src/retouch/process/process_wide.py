@@ -38,7 +38,7 @@ def leave_to_the_run_file(mixed_precision: str) -> None:
     them either.
 
     Args:
-        mixed_precision: of the run, which a launcher may have been told as well.
+        mixed_precision: of the run, which a launcher may set, too.
     """
     for name, why in OVERRULED.items():
         value = os.environ.pop(name, "")

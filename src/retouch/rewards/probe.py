@@ -149,8 +149,8 @@ def probe(ask: Ask, item: RewardItem, repeats: int, batch: int) -> dict[str, Any
         started = time.monotonic()
         alone += ask([item])
         seconds.append(time.monotonic() - started)
-    # Equal images would share a reply, or a cache of the scorer. Variants of one image are scored alone first, so that
-    # the batch differs from them by batching alone.
+    # Equal images would share a reply, or a cache of the scorer. Variants of one image are scored alone first: the
+    # batch differs from them by batching alone.
     variants = [
         replace(item, id=i, image=np.ascontiguousarray(np.roll(item.image, i, axis=1))) for i in range(max(1, batch))
     ]

@@ -252,7 +252,7 @@ def train_denoiser(
     Args:
         model: a family whose text encoders are `TextEncoder`, or have been released with every caption in the cache.
     """
-    # Text encoders learn with the network while there are any: random ones tell captions apart by chance alone. Where
+    # Text encoders learn with the network while there are any: random ones separate captions by chance alone. Where
     # they were released, every caption is in the cache, and the network is trained alone.
     prompts = [PROMPT.format(caption) for caption in captions]
     encoders = model.text.encoders

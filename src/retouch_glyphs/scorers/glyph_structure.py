@@ -147,7 +147,7 @@ class GlyphStructureScorer(PixelScorer[GlyphStructureReward]):
             return text
         crop, asked = crop_for(item, margin), folded(text)
         boxes = self._sliced(crop, asked) if self._reader is None else self._recognised(crop, asked)
-        # Three kinds of characters: those that the network knows and that have a box are judged; known ones without a
+        # Three kinds of characters: those of the network's alphabet with a box are judged; known ones without a
         # box count as broken, or leaving a letter out would pay; others are left out and only counted.
         known = {i: index for i, char in enumerate(asked) if (index := index_of(char)) is not None}
         if not known:
