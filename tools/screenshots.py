@@ -89,7 +89,7 @@ def compared(folder: Path) -> Iterator[Path]:
 @contextmanager
 def demo_ui(folder: Path) -> Iterator[str]:
     """The page about a run of a few steps -> its address."""
-    import gradio
+    import gradio  # pyright: ignore[reportMissingImports]
 
     from retouch.algorithms.train import train
     from retouch.config import load_run

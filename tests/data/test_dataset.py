@@ -380,8 +380,8 @@ def test_a_path_that_is_no_data(tmp_path: Path) -> None:
         validate(tmp_path / "data.xlsx", (32, 32))
     assert str(caught.value) == (
         f"{tmp_path}/data.xlsx: no such file or folder; expected a mapping_file.json, a self_bench.txt, a "
-        "cross_bench.txt, a .txt of prompts, a manifest (.json, .jsonl, .csv, .tsv), an imagefolder (metadata.jsonl or "
-        "metadata.csv), or a run file"
+        "cross_bench.txt, votes of `retouch label`, a .txt of prompts, a manifest (.json, .jsonl, .csv, .tsv), an "
+        "imagefolder (metadata.jsonl or metadata.csv), or a run file"
     )
     with pytest.raises(ConfigError, match="no such run file"):
         validate(tmp_path / "run.yaml", (32, 32))

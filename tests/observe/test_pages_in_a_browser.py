@@ -130,7 +130,7 @@ def test_an_axis_turns_logarithmic_and_a_double_click_zooms_out(page: Page, tmp_
     chart = "[data-chart='train/grad_norm']"
     log = f"{chart} [title='Logarithmic axis']"
     page.box(chart)
-    page.wait(f"document.querySelector(`{chart} canvas`)")
+    page.wait(f"!!document.querySelector(`{chart} canvas`)")
     before = page.run(f"document.querySelector(`{log}`).getAttribute('aria-pressed')")
     page.click(log)
     page.wait(f"document.querySelector(`{log}`).getAttribute('aria-pressed') != '{before}'")

@@ -37,6 +37,7 @@ from tests.rewards.test_imgedit import write_questions
 from tests.rewards.test_other_libraries import KINDS
 from tests.rewards.test_preference_heads import tiny_editreward, tiny_hpsv3
 from tests.rewards.test_regions import tiny_sam
+from tests.taste.voters import random_head
 from tests.tiny_models import tiny_clip, tiny_vlm
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -174,6 +175,7 @@ def files_of(name: str, given: Mapping[str, Any], folder: Path) -> dict[str, Any
         "geneval": lambda: {"detector": str(tiny_detector(folder)), "color_model": tiny_clip()},
         "imgedit": lambda: {"prompts": str(write_questions(folder / "questions.json"))},
         "mmmg": lambda: {"segmenter": tiny_sam(folder)},
+        "taste": lambda: {"path": str(random_head(folder))},
     }  # fmt: skip
     return made[name]() if name in made else {}
 

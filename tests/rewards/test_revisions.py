@@ -22,6 +22,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "fn": {"fn": "my_rewards:score"},
     "imgedit": {"prompts": "prompts.json"},
     "lpips": {"backbone": "vgg16.pth", "heads": "vgg.pth"},
+    "taste": {"path": "taste.safetensors"},
 }
 """Options without a default."""
 

@@ -9,7 +9,10 @@ import numpy as np
 from PIL import Image
 
 from retouch.taste.choosing import Chooser, Question
+from retouch.taste.extractor import Extractor
 from retouch.taste.fitting import Features
+from retouch.taste.head import TasteFile, write_taste
+from retouch.taste.images import voted_image
 from retouch.taste.likelihood import Answer
 from retouch.taste.votes import Vote, VotedImage, VoteFile
 
@@ -47,6 +50,24 @@ def vote(chooser: Chooser, file: VoteFile, taste: Taste, count: int, noise: floa
     return file.of("ann")
 
 
+def random_head(folder: Path) -> Path:
+    """A file of `retouch reward fit` with random weights, for the encoder of the package."""
+    weights = np.random.default_rng(0).normal(size=384) / 40
+    path = folder / "taste.safetensors"
+    write_taste(path, TasteFile(weights, 0.1, "tiny", Extractor("tiny").revision, 0.05, {"votes": 0}))
+    return path
+
+
+def warm_votes(folder: Path, count: int = 30) -> Path:
+    """Votes for the warmer of two images."""
+    draw, path = np.random.default_rng(0), folder / "votes.jsonl"
+    warmth = {(e, k): float(draw.uniform(-60, 60)) for e in range(count) for k in range(2)}
+    images = [drawn_image(folder, e, k, value) for (e, k), value in warmth.items()]
+    value_of = {image.key: value for image, value in zip(images, warmth.values(), strict=True)}
+    vote(Chooser(images, 0, alone=False, informative=None), VoteFile(path), lambda i: value_of[i.key], count, 0.0)
+    return path
+
+
 def drawn_image(folder: Path, example: int, number: int, warmth: float) -> VotedImage:
     """A grey image, warmer or cooler, with a mask in its middle."""
     pixels = np.clip(128 + np.array([warmth, 0, -warmth]) + np.zeros((24, 40, 3)), 0, 255).astype(np.uint8)
@@ -57,6 +78,4 @@ def drawn_image(folder: Path, example: int, number: int, warmth: float) -> Voted
         white = np.zeros((24, 40), np.uint8)
         white[8:16, 10:30] = 255
         Image.fromarray(white).save(mask)
-    from retouch.taste.images import voted_image
-
     return voted_image(file, str(example), prompt=f"sign {example}", mask=mask)

@@ -151,10 +151,13 @@ def _silence_libraries() -> None:
     """Hide warnings that a user can do nothing about."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on some CPUs, of a kernel that is not used here
     # image processors of Pillow are the ones that are wanted
-    imports = logging.getLogger("transformers.utils.import_utils")
-    imports.addFilter(lambda record: "requires torchvision" not in str(record.msg))
+    logging.getLogger("transformers.utils.import_utils").addFilter(_is_not_of_torchvision)  # one object is added once
     for message in _OF_LIBRARIES:
         warnings.filterwarnings("ignore", message=message)
+
+
+def _is_not_of_torchvision(record: logging.LogRecord) -> bool:
+    return "requires torchvision" not in str(record.msg)
 
 
 _OF_LIBRARIES = (

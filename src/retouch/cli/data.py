@@ -40,9 +40,11 @@ def validate(
     from retouch.data.validate import validation_table
     from retouch.families.prompts import PromptCheck
 
-    logging.getLogger(__name__).info("reading the items of %s, and the tokenizers of its model if it names one", path)
     prompts_of = partial(PromptCheck, local=True)
-    findings = find_problems(path, parse_size(resolution, "--resolution"), trust=trust, prompts_of=prompts_of)
+    size = parse_size(resolution, "--resolution")
+    if path.suffix in (".yaml", ".yml"):  # tens of seconds
+        logging.getLogger(__name__).info("loading the tokenizers of the model that %s names", path)
+    findings = find_problems(path, size, trust=trust, prompts_of=prompts_of)
     typer.echo(json.dumps([asdict(one) for one in findings], indent=2) if as_json else validation_table(findings))
     if any(finding.problem for finding in findings):
         raise typer.Exit(2)

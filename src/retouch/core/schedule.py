@@ -28,8 +28,8 @@ Prediction = Literal["flow", "epsilon"]
 class Schedule(Protocol):
     """The times of one sampling run, and the conversions of its family."""
 
-    @property
-    def prediction(self) -> Prediction: ...
+    prediction: ClassVar[Prediction]
+
     @property
     def times(self) -> Tensor:
         """[T + 1] fp32: the time of each state, first noise, last data; what `predict` takes as `t`."""

@@ -1,5 +1,5 @@
 """Rules of a run that need its examples: whether they fit the model, the algorithm and each other. Each
-raises a ConfigError that names the section."""
+raises a ConfigError that names the section. Training and `retouch doctor` call them; `retouch check` opens no data."""
 
 from __future__ import annotations
 

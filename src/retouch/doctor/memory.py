@@ -130,7 +130,13 @@ def count_released(run: RunConfig) -> Counted | None:
         height, width = (side // spec.downsampling for side in pixels_of(run.data))
         recomputes = run.training.gradient_checkpointing
         about["decoder"] = released.decode_bytes(BYTES[model.dtype], (height, width), checkpointing=recomputes)
-    return _counted(run, released.network, beside, released.adapter(train, spec) if styled else None, **about)
+    return _counted(
+        run,
+        released.network,
+        beside,
+        released.adapter(train, spec) if isinstance(train, TrainIpAdapter) else None,
+        **about,
+    )
 
 
 def _counted(

@@ -98,7 +98,7 @@ class ModelSection(Section):
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"path", "offload_text_encoders", "offload_vae", "free_text_encoders"}
 
     spec: ClassVar[FamilySpec]
-    variants: ClassVar[Mapping[str, Sequence[str]]] = {}
+    variants: ClassVar[Mapping[Any, Sequence[str]]] = {}
     """`variant` -> its hub ids; of variants with as many, the same place is the same size."""
 
     family: str

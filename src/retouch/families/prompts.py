@@ -111,9 +111,10 @@ class PromptCheck:
             if item.embedding_path is not None and reader.name == self.run.model.spec.embedded_encoder:
                 continue  # a file has its output
             # a tokenizer makes at most one token of an ASCII character: most prompts are not tokenized
-            most = len(item.prompt) + least(self._images(section, item, largest)) + _SLACK
-            if item.prompt.isascii() and most <= reader.length:
-                continue
+            if item.prompt.isascii():
+                most = len(item.prompt) + least(self._images(section, item, largest)) + _SLACK
+                if most <= reader.length:
+                    continue
             asked[position] = item.prompt, self._own_images(section, item)
         tokens = _counted(reader, asked.values(), closed=True)
         return {position: tokens[one] for position, one in asked.items() if tokens[one] > reader.length}

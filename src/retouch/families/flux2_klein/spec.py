@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from retouch.families.base import FamilySpec
 from retouch.families.flux2.spec import FACTS, Flux2Section, networks, released
@@ -43,7 +43,7 @@ class Flux2KleinModel(Flux2Section):
         hub_ids=(RELEASED["base"][0], RELEASED["distilled"][0]),
         doubles_for_guidance=True,
     )
-    variants: ClassVar[Mapping[str, Sequence[str]]] = RELEASED
+    variants: ClassVar[Mapping[Any, Sequence[str]]] = RELEASED
 
     family: Literal["flux2_klein"] = "flux2_klein"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = RELEASED["base"][0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -40,7 +40,7 @@ class QwenImageEditModel(QwenSection):
         has_processor=True,
         hub_ids=(*RELEASED["edit"], *RELEASED["edit_plus"]),
     )
-    variants: ClassVar[Mapping[str, Sequence[str]]] = RELEASED
+    variants: ClassVar[Mapping[Any, Sequence[str]]] = RELEASED
 
     family: Literal["qwen_image_edit"] = "qwen_image_edit"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = RELEASED["edit"][0]

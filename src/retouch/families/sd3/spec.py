@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -83,7 +83,7 @@ class Sd3Model(ModelSection):
         doubles_for_guidance=True,
         drops_text_stream="partly",
     )
-    variants: ClassVar[Mapping[str, Sequence[str]]] = {variant: (hub_id,) for variant, hub_id in RELEASED.items()}
+    variants: ClassVar[Mapping[Any, Sequence[str]]] = {variant: (hub_id,) for variant, hub_id in RELEASED.items()}
 
     family: Literal["sd3"] = "sd3"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = RELEASED["medium"]

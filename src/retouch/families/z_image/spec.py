@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -59,7 +59,7 @@ class ZImageModel(ModelSection):
         hub_ids=tuple(RELEASED.values()),
         doubles_for_guidance=True,
     )
-    variants: ClassVar[Mapping[str, Sequence[str]]] = {variant: (hub_id,) for variant, hub_id in RELEASED.items()}
+    variants: ClassVar[Mapping[Any, Sequence[str]]] = {variant: (hub_id,) for variant, hub_id in RELEASED.items()}
 
     family: Literal["z_image"] = "z_image"  # pyright: ignore[reportIncompatibleVariableOverride]
     path: str = RELEASED["base"]

@@ -21,7 +21,7 @@ class TasteReward(RewardEntry):
 
     licence = "of the encoder"
     differentiable = True
-    unscored = frozenset({"path", "extractor"})  # the revision names the content of both
+    unscored = frozenset({"path", "extractor"})  # the revision has the digests of both
 
     scorer: Literal["taste"] = "taste"
     path: Text
