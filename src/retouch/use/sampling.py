@@ -82,8 +82,8 @@ def sample_to_folder(
 
 
 def inputs_for_votes(out: Path, item: ItemFiles, section: DataSection) -> dict[str, str]:
-    """Paths of the source and the mask of an item's samples, of their size, the mask white where to repaint. What is no
-    such file is written below `out`."""
+    """Paths of the source and the mask of an item's samples, of their size, the mask white where to repaint. Those that
+    are no such files are written below `out`."""
     found, inverted = dict[str, Any](), item.inverts_mask(section.image_options)
     if item.source_path is not None:
         found["source"] = item.source_path
