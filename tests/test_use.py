@@ -664,8 +664,8 @@ def refused(outcome: Outcome) -> str:
             ["--data", "nowhere.pdf"],
             (
                 "nowhere.pdf: no such file or folder; expected a mapping_file.json, a self_bench.txt, a "
-                "cross_bench.txt, a .txt of prompts, a manifest (.json, .jsonl, .csv, .tsv), an imagefolder "
-                "(metadata.jsonl or metadata.csv)"
+                "cross_bench.txt, votes of `retouch label`, a .txt of prompts, a manifest (.json, .jsonl, .csv, .tsv), "
+                "an imagefolder (metadata.jsonl or metadata.csv)"
             ),
         ),
         (

@@ -97,3 +97,11 @@ def test_single_images_are_ranked(tmp_path: Path) -> None:
     head = fit_head(features, votes)
     threshold = head.threshold / head.weights[0]
     assert 0 < threshold < 1  # between the rejected and the accepted ones
+    assert 0 < head.noise < 0.25  # from the pairs of an example, though nobody voted on pairs
+
+
+def test_rounding_of_a_constant_is_no_feature() -> None:
+    values = np.random.default_rng(0).normal(size=(30, 2))
+    values[:, 1] = 100 + 1e-6 * values[:, 1]
+    features = Features({}, values)
+    assert features.scale[1][1] == 1.0 and abs(features.components[:, -1]).max() < 1e-4

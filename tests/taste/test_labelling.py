@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from retouch.errors import ConfigError, DataError
 from retouch.taste.labelling import LabelServer, open_labelling, open_server, what_next
@@ -85,6 +87,30 @@ def test_a_question_takes_one_answer_and_undo_asks_it_again(samples: Path, tmp_p
     assert [(v.voter, v.answer) for v in read_votes(votes)] == [("bob", "tie"), ("ann", "both_bad")]
 
 
+def test_undo_takes_back_no_vote_that_the_page_cannot_ask_again(samples: Path, tmp_path: Path) -> None:
+    votes = tmp_path / "votes.jsonl"
+    with serving(samples, votes) as server:
+        _, asked = sent(server, "state?voter=ann")
+        sent(server, "answer", {"voter": "ann", "question": asked["question"], "answer": "left"})
+    others = tmp_path / "others"
+    others.mkdir()
+    elsewhere = listed(others, [drawn_image(others, e, k, 5.0 + k) for e in range(2) for k in range(2)])
+    for place, alone in ((elsewhere, False), (samples, True)):  # other images, or the other kind of votes
+        with serving(place, votes, alone=alone) as server:
+            _, asked = sent(server, "state?voter=ann")
+            assert sent(server, "undo", {"voter": "ann"}) == (200, asked)
+    assert len(read_votes(votes)) == 1
+
+
+def test_transparent_pixels_are_shown_as_they_are_trained_on(tmp_path: Path) -> None:
+    """Over white, and not in the colour that lies below them."""
+    for name in ("a-0.png", "a-1.png"):
+        Image.new("RGBA", (8, 8), (255, 0, 0, 0 if name == "a-0.png" else 255)).save(tmp_path / name)
+    with serving(tmp_path, tmp_path / "votes.jsonl") as server:
+        shown = [Image.open(io.BytesIO(sent(server, f"image/{n}")[1])) for n in range(2)]
+    assert [(one.mode, one.getpixel((0, 0))) for one in shown] == [("RGB", (255, 255, 255)), ("RGB", (255, 0, 0))]
+
+
 def test_images_are_those_that_are_voted_on_and_nothing_else(samples: Path, tmp_path: Path) -> None:
     with serving(samples, tmp_path / "votes.jsonl") as server:
         _, state = sent(server, "state?voter=ann")
@@ -125,6 +151,8 @@ def test_what_cannot_be_voted_on_is_refused(samples: Path, tmp_path: Path) -> No
     refused(single, DataError, "broken.png")
     with serving(samples, votes):
         refused(samples, ConfigError, "another process has open")
+    votes = tmp_path / "votes.csv"  # it would be written as JSONL, and read as a table
+    refused(samples, ConfigError, "ends in .jsonl")
 
 
 def test_the_commands_at_the_end_are_those_for_the_votes(samples: Path, tmp_path: Path) -> None:
@@ -172,7 +200,11 @@ def test_fifty_votes_by_keyboard_with_undo_reload_and_another_voter(page: Page, 
         assert page.run("window.hacked") is None
         assert HOSTILE in page.run("document.getElementById('asked').textContent")
         press(page, "m")
-        page.wait("document.querySelectorAll('img.over').length === 2")
+        page.wait("document.querySelectorAll('img.over').length === 2 && !busy")
+        page.run("void alone(() => new Promise(() => 0))")  # images that never come: keys answer no question meanwhile
+        press(page, "m")
+        press(page, "ArrowLeft")
+        assert page.run("shows.outline && busy")
     assert [v.answer for v in read_votes(votes)] == given[:49]
     assert {v.voter for v in read_votes(votes)} == {"Ann B"}
 

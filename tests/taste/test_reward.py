@@ -12,8 +12,9 @@ from PIL import Image
 
 from retouch.algorithms.kto.config import label_of
 from retouch.data.base import ItemFiles
+from retouch.data.dataset import read_item
 from retouch.data.formats.votes import VotesData
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, DataError
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.taste import TasteReward, TasteScorer
 from retouch.taste.choosing import Chooser
@@ -134,6 +135,33 @@ def test_votes_are_pairs_for_dpo_and_labels_for_kto(votes: Path, tmp_path: Path)
     assert [label_of(one) for one in labelled] == [True, False] * 60
     assert labelled[0].target_path == first.win_path and labelled[0].target == "file"
     assert VotesData.recognises(votes) and not VotesData.recognises(tmp_path)
+
+
+def test_an_image_that_was_replaced_after_the_votes_is_neither_fitted_nor_trained_on(tmp_path: Path) -> None:
+    images = [drawn_image(tmp_path, e, k, 9.0 * k) for e in range(12) for k in range(2)]
+    file = VoteFile(tmp_path / "votes.jsonl")
+    for one, other in zip(images[::2], images[1::2], strict=True):
+        file.add(Vote(0, "ann", "left", one, other))
+    Image.new("RGB", (40, 24), "blue").save(images[0].image)
+    with pytest.raises(DataError, match=r"0-0\.png: another image than the one that was voted on"):
+        fit_reward(file.path, tmp_path / "taste.safetensors", "tiny")
+    for votes_as in ("pairs", "labels"):
+        found = VotesData.model_validate({"path": str(file.path), "votes_as": votes_as}).list_items()
+        wrong = [i for i, one in enumerate(found) if not isinstance(one, ItemFiles)]
+        assert wrong == list(range(len(found) // 12)) and "voted on" in str(found[0])
+
+
+def test_masks_of_votes_are_white_where_to_repaint_whatever_the_run_inverts(votes: Path) -> None:
+    section = VotesData.model_validate({"path": str(votes), "invert_mask": True})
+    [one, *_] = items_of(votes)
+    mask = read_item(one, section.model_copy(update={"resolution": (24, 40)}))[0].mask
+    assert mask is not None and mask.getpixel((0, 0)) == 0 and mask.getpixel((20, 12)) == 255
+
+
+def test_a_reward_is_the_same_where_its_file_is_moved(taste: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved.safetensors"
+    moved.write_bytes(taste.read_bytes())
+    assert scorer(moved).spec.revision == scorer(taste).spec.revision
 
 
 def test_an_edit_may_be_preferred_to_its_source(votes: Path, tmp_path: Path) -> None:

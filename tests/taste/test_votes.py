@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,3 +72,32 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path: Path, c
     with pytest.raises(DataError, match="jsonl"):
         VoteFile(path)
     assert path.read_text() == content
+
+
+def test_a_vote_that_a_full_disk_cuts_off_is_no_part_of_the_next_one(
+    tmp_path: Path, pair: list[VotedImage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, write = VoteFile(tmp_path / "votes.jsonl"), os.write
+    given = [file.add(Vote(0, "ann", "left", *pair))]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda descriptor, line: write(descriptor, line[:30]))
+        with pytest.raises(OSError, match="full disk"):
+            file.add(Vote(0, "ann", "right", *pair))
+    given.append(file.add(Vote(0, "ann", "tie", *pair)))
+    assert read_votes(tmp_path / "votes.jsonl") == given == file.all()
+
+
+def test_files_of_two_voters_can_be_joined_and_those_of_one_are_refused(tmp_path: Path, pair: list[VotedImage]) -> None:
+    for name in ("ann", "bob"):
+        file = VoteFile(tmp_path / f"{name}.jsonl")
+        file.add(Vote(0, name, "left", *pair))
+        file.add(Vote(0, name, "right", *pair))
+    file.undo("bob")
+    ann, bob = ((tmp_path / f"{name}.jsonl").read_text() for name in ("ann", "bob"))
+    joined = tmp_path / "joined.jsonl"
+    joined.write_text(ann + bob)
+    assert [(v.voter, v.answer) for v in read_votes(joined)] == [("ann", "left"), ("ann", "right"), ("bob", "left")]
+    assert VoteFile(joined).undo("ann") == read_votes(tmp_path / "ann.jsonl")[1]
+    joined.write_text(ann + ann)
+    with pytest.raises(DataError, match="a second vote 1 of 'ann'"):
+        read_votes(joined)

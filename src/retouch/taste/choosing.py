@@ -18,6 +18,12 @@ _APART = 10
 """Votes between a pair and its repetition, at least: the voter has forgotten the answer, not the taste."""
 
 
+def _is_pair(images: tuple[VotedImage, VotedImage]) -> bool:
+    """Whether two images of an example differ in their weights or in their seed, not in both."""
+    one, other = images
+    return one.weights == other.weights or one.seed == other.seed
+
+
 @dataclass(frozen=True)
 class Question:
     """Images to vote on; `right` is None for an image alone."""
@@ -48,7 +54,8 @@ class Chooser:
         of_example: dict[str, list[VotedImage]] = {}
         for image in images:
             of_example.setdefault(image.example, []).append(image)
-        self._pairs = {example: [*combinations(ones, 2)] for example, ones in of_example.items() if len(ones) > 1}
+        pairs = {example: [*filter(_is_pair, combinations(ones, 2))] for example, ones in of_example.items()}
+        self._pairs = {example: found for example, found in pairs.items() if found}
 
     def total(self) -> int:
         """Number of different questions."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from retouch.errors import ConfigError
 from retouch.families.image_encoder import TINY, ImageEncoder
 from retouch.imaging.masks import MASK_THRESHOLD, Box, mask_box, widen
 from retouch.rewards.scorers.weights import loading
@@ -97,6 +98,10 @@ def _encoder(name: str, option: str, device: torch.device) -> _Encoder:
     from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
     with loading(option, place) as path:
-        network: Any = AutoModel.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False).to(device)
+        read: Any = AutoModel.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    network, info = read
+    if info["missing_keys"]:  # transformers initializes them at random without an error
+        raise ConfigError(f"{option}: given {name!r}: {len(info['missing_keys'])} weights are missing; copy it anew")
+    network = network.eval().requires_grad_(False).to(device)
     channels = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
     return _Encoder(network, "pooler_output", 224, *channels)

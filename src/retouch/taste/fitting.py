@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,9 +93,10 @@ class Features:
 
     @cached_property
     def scale(self) -> tuple[Floats, Floats]:
-        """Mean and standard deviation [D] over the images; 1 for a constant one."""
-        deviation = self.values.std(axis=0)
-        return self.values.mean(axis=0), np.where(deviation > 1e-8, deviation, 1.0)
+        """Mean and standard deviation [D] over the images; 1 for a constant one, whose rounding in fp32 must not become
+        a feature."""
+        mean, deviation = self.values.mean(axis=0), self.values.std(axis=0)
+        return mean, np.where(deviation > 1e-8 + 1e-5 * np.abs(mean), deviation, 1.0)
 
     @cached_property
     def directions(self) -> Floats:
@@ -140,15 +142,19 @@ def fit_head(features: Features, votes: Sequence[Vote]) -> Head:
     scores = features.components @ fitted.weights
     # without a rejecting answer the scale has no zero: the middle of the voted images takes its place
     zero = fitted.bad if found.offered[:, 3].any() else float(scores.mean())
-    return Head(weights, zero + float(weights @ mean), penalty, _noise(fitted, found, scores - zero))
+    return Head(weights, zero + float(weights @ mean), penalty, _noise(fitted, features, votes, scores - zero))
 
 
-def _noise(fitted: Fit, found: Choices, scores: Floats) -> float:
-    """Median uncertainty of a voted image's value: the difference of two scores has the variance d' C d, d the
-    difference of their features."""
-    differences = found.alternatives[found.offered[:, 1], 0, :-2] - found.alternatives[found.offered[:, 1], 1, :-2]
-    if not len(differences):
+def _noise(fitted: Fit, features: Features, votes: Sequence[Vote], scores: Floats) -> float:
+    """Median uncertainty of a voted image's value: the difference of two scores of an example has the variance d' C d,
+    d the difference of their features. 0 where no example has two images."""
+    of_example: dict[str, set[int]] = {}
+    for vote in votes:
+        of_example.setdefault(vote.left.example, set()).update(features.keys[image.key] for image in vote.images)
+    pairs = np.array([pair for rows in of_example.values() for pair in combinations(sorted(rows), 2)], dtype=np.intp)
+    if not len(pairs):
         return 0.0
+    differences = features.components[pairs[:, 0]] - features.components[pairs[:, 1]]
     variance = np.einsum("np,pq,nq->n", differences, fitted.covariance[:-2, :-2], differences)
     values = 1 / (1 + np.exp(-scores))
     return float(np.median(np.sqrt(variance / 2))) * float((values * (1 - values)).mean())
@@ -261,14 +267,15 @@ def _ranking(
 
 def consistency(votes: Sequence[Vote]) -> tuple[Measured | None, Measured | None]:
     """Consistency and ceiling from the pairs that were shown twice."""
-    first = {(vote.voter, vote.number): vote for vote in votes}
+    first: dict[tuple[str, int | None], Vote] = {(vote.voter, vote.number): vote for vote in votes}
     pairs = [(first[vote.voter, vote.repeats], vote) for vote in votes if (vote.voter, vote.repeats) in first]
     alike = [MIRRORED.get(one.answer, one.answer) == again.answer for one, again in pairs]
     both = [same for same, pair in zip(alike, pairs, strict=True) if all(v.answer in MIRRORED for v in pair)]
-    told = wilson(sum(both), len(both))
-    return wilson(sum(alike), len(alike)), told and Measured(
-        *map(_best_accuracy, (told.value, told.low, told.high)), told.count
-    )
+    found = wilson(sum(both), len(both))
+    if found is not None:
+        low, high = _best_accuracy(found.low), _best_accuracy(found.high)
+        found = Measured(_best_accuracy(found.value), low, high, found.count)
+    return wilson(sum(alike), len(alike)), found
 
 
 def _best_accuracy(agreement: float) -> float:

@@ -14,14 +14,17 @@ from retouch.data.dataset import load_dataset
 from retouch.data.lists import SUFFIXES, entries_of, suffix_of
 from retouch.errors import ConfigError, ImageProblem
 from retouch.files.disk import is_file
-from retouch.imaging.reading import open_image
+from retouch.imaging.reading import image_size, open_image
 from retouch.observe.kept import images_of, kept_rows, steps_kept
 from retouch.observe.run_dir import read_metrics
-from retouch.taste.votes import VotedImage
+from retouch.taste.votes import VotedImage, image_digest
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 _NUMBER = re.compile(r"-\d+$")
 """End of the name of a sample of `retouch sample --count`: photo-0.png, photo-1.png."""
+
+SAMPLES = "samples.jsonl"
+"""The list that `retouch sample --for-votes` writes into the folder of its images."""
 
 _TEXTS = ("prompt", "text", "weights")
 
@@ -30,8 +33,9 @@ def images_to_vote_on(path: Path, beside: Path, *, trust: bool = False) -> list[
     """The images of a run directory, a folder or a list, without copies and without those that cannot be read.
 
     A list is a JSON, JSONL or CSV file of `{"image", "example"?, "prompt"?, "text"?, "source"?, "mask"?, "seed"?,
-    "weights"?}`, as `retouch sample --for-votes` writes it. In a folder with subfolders, images of the same name are of
-    one example, one of each subfolder; else those whose names differ by a number at the end.
+    "weights"?}`, as `retouch sample --for-votes` writes it into a folder, which is then read by its list. In another
+    folder with subfolders, images of the same name are of one example, one of each subfolder; else those whose names
+    differ by a number at the end.
 
     Args:
         beside: folder of the votes; sources and masks of a run are written below it.
@@ -40,6 +44,7 @@ def images_to_vote_on(path: Path, beside: Path, *, trust: bool = False) -> list[
     Raises:
         DataError: nothing to vote on.
     """
+    path = path / SAMPLES if (path / SAMPLES).is_file() else path
     if (path / "config.yaml").is_file():
         found = _of_run(path, beside, trust)
     elif path.is_dir():
@@ -55,12 +60,15 @@ def images_to_vote_on(path: Path, beside: Path, *, trust: bool = False) -> list[
 
 
 def voted_image(image: Path, example: str, **about: Any) -> VotedImage:
-    """Raises: DataError: no image that can be read."""
+    """Raises: DataError: no image that can be read, or a mask of another size."""
+    found = VotedImage(image, image_digest(image) if is_file(image) else "", example, **about)
     try:
-        open_image(image)
+        size = open_image(image).size
+        if found.mask is not None and (other := image_size(found.mask)) != size:
+            raise ImageProblem(f"the mask {found.mask} is {other[0]} x {other[1]}, the image {size[0]} x {size[1]}")
     except (ImageProblem, OSError) as error:
         raise DataError(f"{image}: {error}") from None
-    return VotedImage(image, hashlib.sha256(image.read_bytes()).hexdigest()[:16], example, **about)
+    return found
 
 
 def _of_list(path: Path) -> Iterator[VotedImage]:
@@ -90,10 +98,11 @@ def _of_folder(path: Path) -> Iterator[VotedImage]:
 
 
 def _of_run(run: Path, beside: Path, trust: bool) -> Iterator[VotedImage]:
-    """The images that evaluations kept: of one example the same seeds, by other weights."""
+    """The images that evaluations kept."""
     config = load_run(run / "config.yaml", trust=trust)
     data = load_dataset(config.evaluation.data or config.data, "evaluation.data")
-    written, counts = beside / f"{run.name}-inputs", images_of(read_metrics(run))
+    name = run.resolve().name
+    written, counts = beside / f"{name}-inputs", images_of(read_metrics(run / "metrics.jsonl"))
     inputs: dict[int, Mapping[str, Any]] = {}
     for step, folder in steps_kept(run / "evaluations").items():
         rows: Sequence[Mapping[str, Any]] = kept_rows(folder, counts.get(step)) or ()
@@ -103,7 +112,7 @@ def _of_run(run: Path, beside: Path, trust: bool) -> Iterator[VotedImage]:
             if row["example"] not in inputs:
                 inputs[row["example"]] = _inputs(data, row["example"], written)
             about = {**inputs[row["example"]], "text": row.get("text"), "seed": row["index"]}
-            yield voted_image(image, f"{row['example']}-{row['index']}", **about, weights=f"{run.name} step {step}")
+            yield voted_image(image, str(row["example"]), **about, weights=f"{name} step {step}")
 
 
 def _inputs(data: Any, number: int, written: Path) -> Mapping[str, Any]:
@@ -115,7 +124,8 @@ def _inputs(data: Any, number: int, written: Path) -> Mapping[str, Any]:
     for name in ("source", "mask"):
         if (image := getattr(example, name)) is not None:
             written.mkdir(parents=True, exist_ok=True)
-            files[name] = written / f"{number:05d}-{name}.png"
+            digest = hashlib.sha256(image.tobytes()).hexdigest()[:8]  # of two runs of one name, with other data
+            files[name] = written / f"{number:05d}-{name}-{digest}.png"
             if not files[name].exists():
                 image.save(files[name])
     return {"prompt": example.prompt, **files}

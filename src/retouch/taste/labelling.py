@@ -23,9 +23,10 @@ import numpy as np
 from filelock import FileLock, Timeout
 from PIL import Image, ImageFilter
 
+from retouch.data.lists import suffix_of
 from retouch.errors import ConfigError, ImageProblem
 from retouch.imaging.masks import read_mask
-from retouch.imaging.reading import open_image
+from retouch.imaging.reading import open_image, to_rgb
 from retouch.observe.loopback import LoopbackHandler, LoopbackServer, open_on
 from retouch.taste.choosing import Chooser, Informative, Question
 from retouch.taste.images import images_to_vote_on
@@ -35,7 +36,6 @@ from retouch.taste.votes import Vote, VotedImage, VoteFile
 _FILES = Path(__file__).parent / "page"
 _KINDS = {"label.html": "text/html", "label.js": "text/javascript", "label.css": "text/css"}
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
-_SHOWN = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 _LONGEST_NAME = 64
 _OUTLINE = (255, 0, 170, 255)
 
@@ -86,9 +86,12 @@ class Labelling:
         return self.state(voter)
 
     def undo(self, voter: str) -> dict[str, Any]:
-        """Take back the last vote of a voter and ask it again."""
+        """Take back the last vote of a voter and ask it again; not one on other images, or of the other kind."""
         with self._changing:
-            if (vote := self.votes.undo(voter)) is not None:
+            last = [*self.votes.of(voter)[-1:]]
+            can_ask = all(image.key in self._numbers for one in last for image in one.images)
+            can_ask = can_ask and all((one.right is None) == self.alone for one in last)
+            if can_ask and (vote := self.votes.undo(voter)) is not None:
                 again = Question(vote.left, vote.right, vote.repeats, vote.choice)
                 self._open[voter] = secrets.token_urlsafe(8), again
         return self.state(voter)
@@ -114,9 +117,11 @@ def open_labelling(
         active: image encoder by whose features the questions are chosen; None: at random.
 
     Raises:
-        ConfigError: nothing to ask, or another process has these votes open.
+        ConfigError: nothing to ask, no JSONL file, or another process has these votes open.
         DataError: no images, or a file of something else.
     """
+    if suffix_of(votes) != ".jsonl":
+        raise ConfigError(f"--votes: given {votes}; expected a name that ends in .jsonl, by which it is read")
     votes.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(votes.with_name(f"{votes.name}.lock"))
     try:
@@ -127,7 +132,8 @@ def open_labelling(
         ) from None
     try:
         found, file = images_to_vote_on(images, votes.parent, trust=trust), VoteFile(votes)
-        chooser = Chooser(found, seed, alone=alone, informative=active and _informative(found, file, active))
+        informative = None if active is None else _informative(found, file, active)
+        chooser = Chooser(found, seed, alone=alone, informative=informative)
         if not chooser.total():
             raise ConfigError(
                 f"{images}: {len(found)} images, and no two of one example; vote on single ones with --alone, or add "
@@ -211,13 +217,11 @@ class _Handler(LoopbackHandler):
 
     def _image(self, image: VotedImage, part: str) -> None:
         try:
-            content, kind = (
-                outline(image) if part == "outline" else _shown(image.source if part == "source" else image.image)
-            )
+            content = outline(image) if part == "outline" else _shown(image.source if part == "source" else image.image)
         except (ImageProblem, OSError) as error:
             self.answer(HTTPStatus.NOT_FOUND, str(error))
             return
-        self.answer(HTTPStatus.OK, content, kind)
+        self.answer(HTTPStatus.OK, content, "image/png")
 
 
 def _voter(name: object) -> str:
@@ -225,17 +229,14 @@ def _voter(name: object) -> str:
     return " ".join(name.split())[:_LONGEST_NAME] if isinstance(name, str) else ""
 
 
-def _shown(file: Path | None) -> tuple[bytes, str]:
-    """The image as a browser shows it."""
+def _shown(file: Path | None) -> bytes:
+    """The image as it is encoded and trained on: upright, transparent pixels over white."""
     if file is None:
         raise ImageProblem("no such image")
-    image = open_image(file)
-    if (kind := _SHOWN.get(image.format or "")) is not None:
-        return file.read_bytes(), kind
-    return _png(image.convert("RGB")), "image/png"
+    return _png(to_rgb(open_image(file)))
 
 
-def outline(image: VotedImage) -> tuple[bytes, str]:
+def outline(image: VotedImage) -> bytes:
     """The edge of a mask, on nothing."""
     if image.mask is None:
         raise ImageProblem("no mask")
@@ -244,10 +245,10 @@ def outline(image: VotedImage) -> tuple[bytes, str]:
     edge = np.asarray(mask.filter(ImageFilter.MaxFilter(wide))) > np.asarray(mask)
     drawn = np.zeros((*edge.shape, 4), np.uint8)
     drawn[edge] = _OUTLINE
-    return _png(Image.fromarray(drawn)), "image/png"
+    return _png(Image.fromarray(drawn))
 
 
 def _png(image: Image.Image) -> bytes:
     file = io.BytesIO()
-    image.save(file, "PNG")
+    image.save(file, "PNG", compress_level=1)
     return file.getvalue()

@@ -96,7 +96,7 @@ class Fit:
     @property
     def covariance(self) -> Floats:
         """[D + 2, D + 2] of the Laplace approximation."""
-        return np.linalg.inv(self.curvature)
+        return np.asarray(np.linalg.inv(self.curvature), np.float64)
 
     @property
     def parameters(self) -> Floats:

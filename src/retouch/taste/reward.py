@@ -11,14 +11,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, DataError
 from retouch.imaging.masks import read_mask
-from retouch.imaging.reading import open_image
+from retouch.imaging.reading import open_image, to_rgb
 from retouch.rewards.scorers.weights import file_digest
 from retouch.taste.extractor import Extractor
 from retouch.taste.fitting import Features, Head, Quality, fit_head, folds_of, measure
 from retouch.taste.head import TasteFile, write_taste
-from retouch.taste.votes import Vote, VotedImage, read_votes
+from retouch.taste.votes import REPLACED, Vote, VotedImage, read_votes, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,11 @@ def features_of(images: Iterable[VotedImage], encoder: Extractor) -> Features:
 
     Raises:
         ImageProblem, OSError: an image or mask that cannot be read any more.
+        DataError: an image that was replaced.
     """
     unique = {image.key: image for image in images}
+    for image in replaced(unique.values()):
+        raise DataError(f"{image.image}: {REPLACED}")
     rows = [encode(image, encoder) for image in unique.values()]
     return Features({key: row for row, key in enumerate(unique)}, np.stack(rows).astype(np.float64))
 
@@ -73,7 +76,7 @@ def encode(image: VotedImage, encoder: Extractor) -> np.ndarray[Any, Any]:
     if image.mask is not None:
         read, _ = read_mask(open_image(image.mask), str(image.mask))
         mask = np.asarray(read)
-    pixels = np.asarray(open_image(image.image).convert("RGB"))
+    pixels = np.asarray(to_rgb(open_image(image.image)))
     with torch.no_grad():
         return encoder(torch.tensor(pixels).permute(2, 0, 1) / 255, mask).cpu().numpy()
 

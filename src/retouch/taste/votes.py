@@ -12,10 +12,12 @@ confirmed, and is dropped by the next writer.
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +25,7 @@ from typing import Any, cast
 
 from retouch.data.base import DataError
 from retouch.data.lists import entries_of
-from retouch.files.disk import append_to
+from retouch.files.disk import append_to, is_file
 from retouch.taste.likelihood import PAIR_ANSWERS, SINGLE_ANSWERS, Answer
 
 MIRRORED: Mapping[Answer, Answer] = {"left": "right", "right": "left"}
@@ -57,12 +59,25 @@ class VotedImage:
         return f"{self.example} {self.sha256}"
 
 
+def image_digest(image: Path) -> str:
+    """`VotedImage.sha256` of a file."""
+    return hashlib.sha256(image.read_bytes()).hexdigest()[:16]
+
+
+def replaced(images: Iterable[VotedImage]) -> set[VotedImage]:
+    """Those in whose place another image is than the one that was voted on."""
+    return {image for image in {*images} if is_file(image.image) and image_digest(image.image) != image.sha256}
+
+
+REPLACED = "another image than the one that was voted on; put that one back"
+
+
 @dataclass(frozen=True)
 class Vote:
     """An answer of a voter.
 
     Attributes:
-        number: unique in its file.
+        number: unique among the voter's.
         right: None for an image alone.
         repeats: number of the vote whose pair is shown again, mirrored.
         choice: how the pair was chosen: uniform or active.
@@ -94,7 +109,7 @@ class VoteFile:
         self.path = path
         self._changing = threading.Lock()
         _drop_cut_line(path)
-        self._votes = {vote.number: vote for vote in read_votes(path)} if path.exists() else {}
+        self._votes = {(vote.voter, vote.number): vote for vote in read_votes(path)} if path.exists() else {}
         self._next = _last_number(path) + 1
 
     def of(self, voter: str) -> list[Vote]:
@@ -113,7 +128,7 @@ class VoteFile:
             vote = replace(vote, number=self._next)
             self._append(_line_of(vote, self.path.parent))
             self._next += 1
-            self._votes[vote.number] = vote
+            self._votes[vote.voter, vote.number] = vote
             return vote
 
     def undo(self, voter: str) -> Vote | None:
@@ -123,16 +138,20 @@ class VoteFile:
             if last is not None:
                 now = datetime.now(UTC).isoformat(timespec="seconds")
                 self._append({"undo": last.number, "voter": voter, "time": now})
-                del self._votes[last.number]
+                del self._votes[last.voter, last.number]
             return last
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         line = (json.dumps(entry, ensure_ascii=False) + "\n").encode()
         descriptor = append_to(self.path)
+        before = os.fstat(descriptor).st_size
         try:
-            if os.write(descriptor, line) != len(line):  # a full disk; the fragment is dropped by the next start
-                raise OSError(28, "the vote was cut off, as on a full disk", str(self.path))
+            if os.write(descriptor, line) != len(line):
+                raise OSError(errno.ENOSPC, "the vote was cut off, as on a full disk", str(self.path))
             os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, before)  # else the next vote would follow the fragment in one line
+            raise
         finally:
             os.close(descriptor)
 
@@ -143,14 +162,16 @@ def read_votes(path: Path) -> list[Vote]:
     Raises:
         DataError: a file without votes, or with something else.
     """
-    votes: dict[int, Vote] = {}
+    votes: dict[tuple[str, int], Vote] = {}
     for line, entry in enumerate(entries_of(path), 1):
         try:
             if "undo" in entry:
-                votes.pop(entry["undo"], None)
+                votes.pop((entry["voter"], entry["undo"]), None)
             else:
                 vote = _vote_of(entry, path.parent)
-                votes[vote.number] = vote
+                if (key := (vote.voter, vote.number)) in votes:
+                    raise ValueError(f"a second vote {vote.number} of {vote.voter!r}; were files of one voter joined?")
+                votes[key] = vote
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path} line {line}: no vote of `retouch label` ({error})") from None
     return list(votes.values())

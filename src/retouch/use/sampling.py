@@ -19,16 +19,19 @@ from retouch.algorithms.vlm_grpo.use import sample_trained
 from retouch.config import RunConfig
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
+from retouch.data.identity import files_of
 from retouch.data.sampler import derive_seed
+from retouch.errors import ConfigError
 from retouch.files.complete import COMPLETE
 from retouch.imaging.file_image import FileImage, read_file_image
 from retouch.imaging.masks import Box, read_mask
 from retouch.imaging.png import write_new_png
-from retouch.imaging.reading import open_image
+from retouch.imaging.reading import open_image, to_rgb
 from retouch.observe import Stopwatch
 from retouch.rollout.encoded import encoded_ahead
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import broken_rows, require_drawn, sample, to_uint8
+from retouch.taste.images import SAMPLES
 from retouch.training.scoring import without_strip
 from retouch.types import Condition, Example
 from retouch.use.items import SampleRequest, make_folder, mask_crop, require_multiples
@@ -36,9 +39,6 @@ from retouch.use.loaded import Loaded, for_items
 from retouch.use.trained import Trained
 
 logger = logging.getLogger(__name__)
-
-SAMPLES = "samples.jsonl"
-"""List of the samples of a folder for `retouch label`."""
 
 
 def sample_to_folder(
@@ -62,6 +62,8 @@ def sample_to_folder(
     make_folder(out)
     free = free_paths(items, out, request.count)
     if trained.config.algorithm.trains_text_encoder:
+        if for_votes:
+            raise ConfigError("--for-votes: this run has trained a text encoder; label the folder of its samples")
         data = Dataset(section, items)
         return sample_trained(trained.config, data, trained.newest, request.seed, request.count, request.steps, free)
     loaded = load(for_items(trained.config, items, section), embedded=all_embedded(items))
@@ -70,23 +72,52 @@ def sample_to_folder(
     loaded.load(trained.newest)
     written: list[Path] = []
     for item, images in generated(loaded, items, section, request):
+        inputs = inputs_for_votes(out, item, section) if for_votes else {}
         for number, image in enumerate(images):
             written.append(write_new_png(image, partial(free, item.id)))
             if for_votes:
-                list_for_votes(out, written[-1], item, trained, derive_seed("sample", request.seed, item.id, number))
+                seed = derive_seed("sample", request.seed, item.id, number)
+                list_for_votes(out, written[-1], item, inputs, trained, seed)
     return written
 
 
-def list_for_votes(out: Path, image: Path, item: ItemFiles, trained: Trained, seed: int) -> None:
-    """Append a sample to the list of `retouch label`. The images of one item are one example, by whatever weights."""
-    files = {"source": item.source_path, "mask": item.mask_path}
+def inputs_for_votes(out: Path, item: ItemFiles, section: DataSection) -> dict[str, str]:
+    """Paths of the source and the mask of an item's samples, of their size, the mask white where to repaint. Those that
+    are no such files are written below `out`."""
+    found, inverted = dict[str, Any](), item.inverts_mask(section.image_options)
+    if item.source_path is not None:
+        found["source"] = item.source_path
+        if item.mask_path is None:  # samples have the size of the model, not of the source
+            found["source"] = read_item(item, section)[0].source
+        elif not isinstance(item.source_path, Path):
+            found["source"] = to_rgb(open_image(item.source_path))
+    if item.mask_path is not None:
+        found["mask"] = item.mask_path
+        if inverted or not isinstance(item.mask_path, Path):
+            found["mask"], _ = read_mask(open_image(item.mask_path), str(item.mask_path), invert=inverted)
+    for name, image in found.items():
+        if isinstance(image, Image.Image):
+            digest = hashlib.sha256(f"{image.size}".encode() + image.tobytes()).hexdigest()[:12]
+            found[name] = out / "inputs" / f"{digest}-{name}.png"
+            found[name].parent.mkdir(exist_ok=True)
+            image.save(found[name])
+    return {name: str(path.resolve()) for name, path in found.items()}
+
+
+def list_for_votes(
+    out: Path, image: Path, item: ItemFiles, inputs: dict[str, str], trained: Trained, seed: int
+) -> None:
+    """Append a sample to the list of `retouch label`. The images of one item are one example, by whatever weights. An
+    item of another prompt, source or mask is another one, even of the same id: that of a single image is 0."""
+    files = {role: str(f.resolve()) if isinstance(f, Path) else f.digest for role, f in files_of(item).items()}
+    told = json.dumps([item.prompt, item.metadata.get("text"), files], sort_keys=True)
     weights = "base" if trained.newest is None else f"{trained.config.name} {weights_name(trained.newest)}"
     entry: dict[str, Any] = {
         "image": image.name,
-        "example": str(item.id),
+        "example": f"{item.id}-{hashlib.sha256(told.encode()).hexdigest()[:8]}",
         "prompt": item.prompt,
         "text": item.metadata.get("text"),
-        **{name: str(file.resolve()) for name, file in files.items() if isinstance(file, Path)},
+        **inputs,
         "seed": seed,
         "weights": weights,
     }

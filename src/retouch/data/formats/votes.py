@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import entries_of, suffix_of
 from retouch.data.remote import local_path
-from retouch.taste.votes import Vote, VotedImage, read_votes
+from retouch.taste.votes import REPLACED, Vote, VotedImage, read_votes, replaced
 
 
 class VotesData(ImageSection):
@@ -38,8 +38,10 @@ class VotesData(ImageSection):
         if not path.is_file():
             raise DataError(f"data.path: {path}: no such file of votes")
         parts = _labels if self.votes_as == "labels" else self._pairs
-        found = [part for vote in read_votes(path) for part in parts(vote)]
-        return [item_or_error(f"item {i}", _item, image, i, more) for i, (image, more) in enumerate(found)]
+        votes = read_votes(path)
+        wrong = replaced(image for vote in votes for image in vote.images)
+        found = [(*part, {*vote.images} & wrong) for vote in votes for part in parts(vote)]
+        return [item_or_error(f"item {i}", _item, image, i, *rest) for i, (image, *rest) in enumerate(found)]
 
     def _pairs(self, vote: Vote) -> Iterator[tuple[VotedImage, dict[str, Any]]]:
         if (sides := _decided(vote)) is None:
@@ -68,9 +70,14 @@ def _labels(vote: Vote) -> Iterator[tuple[VotedImage, dict[str, Any]]]:
         yield image, {"target_path": image.image, "target": "file", "metadata": {"label": label}}
 
 
-def _item(image: VotedImage, number: int, more: dict[str, Any]) -> ItemFiles:
+def _item(image: VotedImage, number: int, more: dict[str, Any], wrong: set[VotedImage]) -> ItemFiles:
+    for other in wrong:
+        raise DataError(f"{other.image}: {REPLACED}")
     if not image.prompt:
         raise DataError(f"{image.image} has no prompt, which a model is trained with; add it to the list of images")
     text = {} if image.text is None else {"text": image.text}
     metadata = {**text, **more.pop("metadata", {})}
-    return ItemFiles(number, image.prompt, image.source, image.mask, metadata=metadata, **more)
+    # its mask is white where to repaint, as the reward reads it, whatever the data were that it comes from
+    return ItemFiles(
+        number, image.prompt, image.source, image.mask, metadata=metadata, mask_is_made=image.mask is not None, **more
+    )

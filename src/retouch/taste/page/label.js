@@ -12,9 +12,14 @@ function element(tag, told = {}, ...inside) {
   return made;
 }
 
-async function ask(place, told) {
+// One thing at a time: images that come late must not stand above the buttons of another question.
+async function alone(work) {
   if (busy) return;
   busy = true;
+  try { await work(); } finally { busy = false; }
+}
+
+const ask = (place, told) => alone(async () => {
   try {
     const answer = told === undefined
       ? await fetch(`${place}?voter=${encodeURIComponent(voter)}`)
@@ -25,10 +30,8 @@ async function ask(place, told) {
     await draw();
   } catch (error) {
     by("problem").textContent = `Not saved: ${error.message}. Is the command still running?`;
-  } finally {
-    busy = false;
   }
-}
+});
 
 function answers() { return state && state.question ? (state.alone ? ALONE : PAIR) : []; }
 
@@ -75,8 +78,7 @@ document.addEventListener("keydown", (event) => {
   else if (event.key === "u" || event.key === "Backspace") ask("undo", {});
   else if (event.key === "m" || event.key === "s") {
     const part = event.key === "m" ? "outline" : "source";
-    shows[part] = !shows[part];
-    draw();
+    alone(() => { shows[part] = !shows[part]; return draw(); });
   } else if (event.key === "f") document.body.classList.toggle("full");
   else return;
   event.preventDefault();

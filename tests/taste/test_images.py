@@ -1,0 +1,103 @@
+"""Which images are voted on, and what is known about each: of a run, a folder, a list, and `retouch sample`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from retouch.config import load_run
+from retouch.data.base import DataError, ItemFiles
+from retouch.data.formats.manifest import ManifestData
+from retouch.imaging.reading import packed
+from retouch.taste.choosing import Chooser
+from retouch.taste.images import images_to_vote_on
+from retouch.use.sampling import SAMPLES, inputs_for_votes, list_for_votes
+
+
+def test_of_a_run_the_images_of_an_example_differ_in_weights_or_in_seed(
+    run_file: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    given = run_file()
+    (run / "config.yaml").write_text(yaml.safe_dump(given))
+    config = load_run(run / "config.yaml")
+    from retouch.data.dataset import load_dataset
+
+    data = load_dataset(config.evaluation.data or config.data)
+    records = list[dict[str, Any]]()
+    for step in (0, 2):
+        folder = run / "evaluations" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        rows = [(item.id, index) for item in data.items[:2] for index in range(2)]
+        told = [{"example": example, "index": index, "text": "SALE"} for example, index in rows]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+        for number in range(3):  # the first ones are kept
+            Image.new("RGB", data[0].source.size, (step, number, 9)).save(folder / f"{number:05d}.png")  # type: ignore[union-attr]
+        records.append({"kind": "eval", "step": step, "images": 4})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = images_to_vote_on(run, tmp_path / "votes")
+    first = data.items[0].id
+    assert [image.example for image in found] == [str(first), str(first), str(data.items[1].id)] * 2
+    assert {image.weights for image in found} == {"one step 0", "one step 2"}
+    one = found[0]
+    assert one.prompt == data[0].prompt and one.source is not None and one.mask is not None
+    assert np.array_equal(np.asarray(Image.open(one.mask)), np.asarray(data[0].mask))
+    # seed 0 with seed 0, seed 1 with seed 1, and both seeds of each step; the other example has two images
+    assert Chooser(found, 0, alone=False, informative=None).total() == 4 + 1
+    mask = np.asarray(Image.open(one.mask))
+    one.mask.rename(one.mask.with_name("00000-mask-of-another-run.png"))  # another run of the same name
+    again = images_to_vote_on(run, tmp_path / "votes")[0].mask
+    assert again is not None and np.array_equal(np.asarray(Image.open(again)), mask)
+
+
+def test_a_mask_of_another_size_than_its_image_is_refused(tmp_path: Path) -> None:
+    Image.new("RGB", (40, 24)).save(tmp_path / "a.png")
+    Image.new("L", (20, 24)).save(tmp_path / "mask.png")
+    (tmp_path / "list.jsonl").write_text(json.dumps({"image": "a.png", "mask": "mask.png"}))
+    with pytest.raises(DataError, match="is 20 x 24, the image 40 x 24"):
+        images_to_vote_on(tmp_path / "list.jsonl", tmp_path)
+
+
+def white_left(tmp_path: Path) -> tuple[Image.Image, Path]:
+    """A mask whose left half is repainted, and a file of the opposite."""
+    levels = np.zeros((24, 40), np.uint8)
+    levels[:, :20] = 255
+    path = tmp_path / "inverted.png"
+    Image.fromarray(255 - levels).save(path)
+    return Image.fromarray(levels), path
+
+
+@pytest.mark.parametrize("kind", ["inverted", "packed"])
+def test_a_sample_is_listed_with_a_mask_that_is_white_where_it_was_repainted(kind: str, tmp_path: Path) -> None:
+    mask, inverted = white_left(tmp_path)
+    source = tmp_path / "photo.png"
+    Image.new("RGB", mask.size, "red").save(source)
+    section = ManifestData(path="", resolution=(24, 40), invert_mask=kind == "inverted")
+    item = ItemFiles(0, "a sign", source, inverted if kind == "inverted" else packed(mask, "--box"))
+    trained = cast("Any", SimpleNamespace(newest=None, config=SimpleNamespace(name="run")))
+    Image.new("RGB", mask.size, "blue").save(tmp_path / "out.png")
+    for one in (item, replace(item, prompt="another sign")):  # --image and --prompt, twice into one folder
+        list_for_votes(tmp_path, tmp_path / "out.png", one, inputs_for_votes(tmp_path, one, section), trained, 7)
+    first, second = images_to_vote_on(tmp_path, tmp_path)
+    assert first.mask is not None and np.array_equal(np.asarray(Image.open(first.mask)), np.asarray(mask))
+    assert first.source == source and first.weights == "base" and first.seed == 7
+    assert first.example != second.example  # both have the id 0
+    assert (tmp_path / SAMPLES).is_file()
+
+
+def test_a_sample_without_a_mask_is_listed_with_a_source_of_its_size(tmp_path: Path) -> None:
+    source = tmp_path / "photo.png"
+    Image.new("RGB", (400, 240), "red").save(source)
+    section, item = ManifestData(path="", resolution=(24, 40)), ItemFiles(0, "make it red", source)
+    with Image.open(inputs_for_votes(tmp_path, item, section)["source"]) as shown:
+        assert shown.size == (40, 24)
