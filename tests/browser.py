@@ -158,6 +158,7 @@ class Page:
     def open(self, address: str | Path) -> None:
         """Load a file or an address, and wait until it is loaded."""
         url = address.resolve().as_uri() if isinstance(address, Path) else address
+        self.call("Page.bringToFront")  # a tab behind another one draws no frames, and observes nothing that scrolls
         found = self.call("Page.navigate", url=url)
         assert "errorText" not in found, found
         self.wait("document.readyState == 'complete' && location.href != 'about:blank'")

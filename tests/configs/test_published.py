@@ -300,12 +300,12 @@ def made(config: Any, spec: Any) -> Made:
         trainee = make_trainable(network, config.train, spec)
     trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     return Made(
-        trainee.kind,
+        config.train.kind,
         base,
         parameters(network),
         sum(parameter.numel() for parameter in trained.values()),
         list(trained),
-        len(trainee.adapter.names) if trainee.kind == "ip_adapter" else 0,  # type: ignore[attr-defined]
+        len(trainee.adapter.names) if config.train.kind == "ip_adapter" else 0,  # type: ignore[attr-defined]
         {parameter.shape[0] for name, parameter in trained.items() if ".lora_A." in name},
     )
 
