@@ -127,7 +127,7 @@ def test_how_far_words_decide_and_states_drift() -> None:
     assert all(b["as_it_was"] < 1 for b in blank)
     of_changed = {row["run"]: b["as_asked"] / (1 - b["as_it_was"]) for row, b in zip(ROWS, blank, strict=True)}
     low, high = min(of_changed.values()), max(of_changed.values())
-    assert f"Of the images that change, {100 * low:.0f} to {100 * high:.0f} % get the target colour" in PROSE
+    assert f"Among the images that change, {100 * low:.0f} to {100 * high:.0f} % get the target colour" in PROSE
     assert {run for run, share in of_changed.items() if share > 0.4} == {"full-0", "full-1"}
 
 

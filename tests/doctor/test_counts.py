@@ -130,13 +130,12 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     """diffusers writes large networks in several files."""
     folder = Path(shutil.copytree(tiny_path("flux_fill"), tmp_path / "model"))
     model = run_of("flux_fill", {"kind": "full"}, path=str(folder)).model
-    whole = find_model(model).weights["transformer"]
     load_model(model).network.save_pretrained(folder / "transformer", max_shard_size="1MB")  # type: ignore[operator]
     (folder / "transformer/diffusion_pytorch_model.safetensors").unlink(missing_ok=True)
     found = find_model(model)
     shards = sorted((folder / "transformer").glob("*.safetensors"))
     assert len(shards) > 1
-    assert (found.problems, found.weights["transformer"]) == ([], whole)
+    assert found.problems == []
     tensors = load_file(shards[0])
     name = sorted(tensors)[0]
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, shards[0])

@@ -32,6 +32,11 @@ MIRRORED: Mapping[Answer, Answer] = {"left": "right", "right": "left"}
 """The answers that change when the two images change places."""
 
 
+def date() -> str:
+    """Date and time of a vote, for people; nothing is measured by it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 @dataclass(frozen=True)
 class VotedImage:
     """An image that is voted on.
@@ -90,7 +95,7 @@ class Vote:
     right: VotedImage | None = None
     repeats: int | None = None
     choice: str = "uniform"
-    time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    time: str = field(default_factory=date)
 
     @property
     def images(self) -> tuple[VotedImage, ...]:
@@ -136,8 +141,7 @@ class VoteFile:
         with self._changing:
             last = next((vote for vote in reversed(self._votes.values()) if vote.voter == voter), None)
             if last is not None:
-                now = datetime.now(UTC).isoformat(timespec="seconds")
-                self._append({"undo": last.number, "voter": voter, "time": now})
+                self._append({"undo": last.number, "voter": voter, "time": date()})
                 del self._votes[last.voter, last.number]
             return last
 
