@@ -5,10 +5,8 @@ One that was damaged is done without, after one warning: it must not end a run, 
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,8 +17,7 @@ from retouch.errors import ImageProblem
 from retouch.files import plain_json
 from retouch.files.disk import read_bounded
 from retouch.imaging.reading import open_image
-
-logger = logging.getLogger(__name__)
+from retouch.observe.run_dir import warn_once
 
 Row = dict[str, Any]
 
@@ -89,7 +86,5 @@ def _is_row(row: Row) -> bool:
     return all(value is None or isinstance(value, int | float | str) for value in row.values())
 
 
-@cache
 def _warn(place: Path, problem: str) -> None:
-    """Once for each file: every later evaluation reads it again."""
-    logger.warning("%s: damaged (%s); this evaluation is left out of alarms and grids from now on", place, problem)
+    warn_once(place, f"damaged ({problem}); this evaluation is left out of alarms and grids from now on")

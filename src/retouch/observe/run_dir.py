@@ -365,8 +365,20 @@ def read_own_rows(run: Path, place: Path) -> list[dict[str, Any]]:
     another place."""
     if is_own(run, place, _MOST_RECORDS):
         return read_rows(place)
-    logger.warning("%s is no file of the run itself, or too large: it is left out", place)
+    warn_once(place, "no file of the run itself, or too large: it is left out")
     return []
+
+
+@cache
+def _named(place: Path) -> list[str]:
+    return []
+
+
+def warn_once(place: Path, problem: str) -> None:
+    """Name what is wrong with a file of a run, the first time: evaluations, alarms and the report read it again."""
+    if not (problems := _named(place)):
+        problems.append(problem)
+        logger.warning("%s: %s", place, problem)
 
 
 def require_own(run: Path) -> None:
