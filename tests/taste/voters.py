@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from retouch.taste.choosing import Chooser, Question
+from retouch.taste.choosing import Ballot, Chooser
 from retouch.taste.extractor import Extractor
 from retouch.taste.fitting import Features
 from retouch.taste.head import TasteFile, write_taste
@@ -34,7 +34,7 @@ def first_feature(features: Features) -> Taste:
     return lambda image: float(features.values[features.keys[image.key], 0])
 
 
-def answer_of(question: Question, taste: Taste, noise: float, draw: np.random.Generator) -> Answer:
+def answer_of(question: Ballot, taste: Taste, noise: float, draw: np.random.Generator) -> Answer:
     """The better image; the other one at a rate of `noise`."""
     assert question.right is not None
     is_left = taste(question.left) > taste(question.right)

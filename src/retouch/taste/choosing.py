@@ -25,7 +25,7 @@ def _is_pair(images: tuple[VotedImage, VotedImage]) -> bool:
 
 
 @dataclass(frozen=True)
-class Question:
+class Ballot:
     """Images to vote on; `right` is None for an image alone."""
 
     left: VotedImage
@@ -61,7 +61,7 @@ class Chooser:
         """Number of different questions."""
         return len(self._images) if self._alone else sum(map(len, self._pairs.values()))
 
-    def next(self, voter: str, votes: Sequence[Vote]) -> Question | None:
+    def next(self, voter: str, votes: Sequence[Vote]) -> Ballot | None:
         """The next question to a voter with these votes; None if each was asked."""
         draw = random.Random(derive_seed("vote", self._seed, voter, len(votes)))
         if (again := self._repetition(votes, draw)) is not None:
@@ -69,7 +69,7 @@ class Chooser:
         asked = {frozenset(image.key for image in vote.images) for vote in votes}
         if self._alone:
             left = [image for key, image in self._images.items() if frozenset([key]) not in asked]
-            return Question(draw.choice(left)) if left else None
+            return Ballot(draw.choice(left)) if left else None
         open_pairs = {
             example: kept
             for example, pairs in self._pairs.items()
@@ -83,9 +83,9 @@ class Chooser:
         told = self._informative(spread) if self._informative is not None else ()
         pair = max(zip(told, spread, strict=True), key=lambda one: one[0])[1] if told else draw.choice(spread)
         left, right = draw.sample(pair, 2)
-        return Question(left, right, choice="active" if told else "uniform")
+        return Ballot(left, right, choice="active" if told else "uniform")
 
-    def _repetition(self, votes: Sequence[Vote], draw: random.Random) -> Question | None:
+    def _repetition(self, votes: Sequence[Vote], draw: random.Random) -> Ballot | None:
         """A pair of long ago in which left and right change places; single images are not repeated."""
         if self._alone or draw.random() >= REPEATED:
             return None
@@ -96,4 +96,4 @@ class Chooser:
             return None
         vote = draw.choice(known)
         assert vote.right is not None
-        return Question(vote.right, vote.left, repeats=vote.number, choice=vote.choice)
+        return Ballot(vote.right, vote.left, repeats=vote.number, choice=vote.choice)

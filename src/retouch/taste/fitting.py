@@ -118,7 +118,7 @@ class Features:
 
 
 @dataclass(frozen=True)
-class Head:
+class FittedTaste:
     """A score of an image: sigmoid(<weights, features> - threshold), the probability that the voter accepts it.
 
     Attributes:
@@ -132,7 +132,7 @@ class Head:
     noise: float
 
 
-def fit_head(features: Features, votes: Sequence[Vote]) -> Head:
+def fit_head(features: Features, votes: Sequence[Vote]) -> FittedTaste:
     """The head of all votes."""
     found, folds = features.choices(votes), folds_of(votes)
     penalty = best_penalty(found, folds)
@@ -142,7 +142,7 @@ def fit_head(features: Features, votes: Sequence[Vote]) -> Head:
     scores = features.components @ fitted.weights
     # without a rejecting answer the scale has no zero: the middle of the voted images takes its place
     zero = fitted.bad if found.offered[:, 3].any() else float(scores.mean())
-    return Head(weights, zero + float(weights @ mean), penalty, _noise(fitted, features, votes, scores - zero))
+    return FittedTaste(weights, zero + float(weights @ mean), penalty, _noise(fitted, features, votes, scores - zero))
 
 
 def _noise(fitted: Fit, features: Features, votes: Sequence[Vote], scores: Floats) -> float:

@@ -28,7 +28,7 @@ from retouch.errors import ConfigError, ImageProblem
 from retouch.imaging.masks import read_mask
 from retouch.imaging.reading import open_image, to_rgb
 from retouch.observe.loopback import LoopbackHandler, LoopbackServer, open_on
-from retouch.taste.choosing import Chooser, Informative, Question
+from retouch.taste.choosing import Ballot, Chooser, Informative
 from retouch.taste.images import images_to_vote_on
 from retouch.taste.likelihood import PAIR_ANSWERS, SINGLE_ANSWERS, Answer
 from retouch.taste.votes import Vote, VotedImage, VoteFile
@@ -53,7 +53,7 @@ class Labelling:
     chooser: Chooser
     alone: bool
     goal: int
-    _open: dict[str, tuple[str, Question]] = field(default_factory=dict[str, tuple[str, Question]])
+    _open: dict[str, tuple[str, Ballot]] = field(default_factory=dict[str, tuple[str, Ballot]])
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Labelling:
             can_ask = all(image.key in self._numbers for one in last for image in one.images)
             can_ask = can_ask and all((one.right is None) == self.alone for one in last)
             if can_ask and (vote := self.votes.undo(voter)) is not None:
-                again = Question(vote.left, vote.right, vote.repeats, vote.choice)
+                again = Ballot(vote.left, vote.right, vote.repeats, vote.choice)
                 self._open[voter] = secrets.token_urlsafe(8), again
         return self.state(voter)
 
@@ -169,7 +169,7 @@ class LabelServer(LoopbackServer):
 
     def __init__(self, labelling: Labelling, port: int = 0) -> None:
         self.labelling = labelling
-        super().__init__(port, _Handler)
+        super().__init__(port, _LabelHandler)
 
 
 def open_server(labelling: Labelling, port: int) -> LabelServer:
@@ -177,7 +177,7 @@ def open_server(labelling: Labelling, port: int) -> LabelServer:
     return open_on(port, lambda: LabelServer(labelling, port))
 
 
-class _Handler(LoopbackHandler):
+class _LabelHandler(LoopbackHandler):
     server: LabelServer
 
     def get(self, place: str, query: str) -> None:

@@ -16,7 +16,7 @@ from retouch.imaging.masks import read_mask
 from retouch.imaging.reading import open_image, to_rgb
 from retouch.rewards.scorers.weights import file_digest
 from retouch.taste.extractor import Extractor
-from retouch.taste.fitting import Features, Head, Quality, fit_head, folds_of, measure
+from retouch.taste.fitting import Features, FittedTaste, Quality, fit_head, folds_of, measure
 from retouch.taste.head import TasteFile, write_taste
 from retouch.taste.votes import REPLACED, Vote, VotedImage, read_votes, replaced
 
@@ -81,7 +81,7 @@ def encode(image: VotedImage, encoder: Extractor) -> np.ndarray[Any, Any]:
         return encoder(torch.tensor(pixels).permute(2, 0, 1) / 255, mask).cpu().numpy()
 
 
-def _file_of(head: Head, encoder: Extractor, about: Mapping[str, Any]) -> TasteFile:
+def _file_of(head: FittedTaste, encoder: Extractor, about: Mapping[str, Any]) -> TasteFile:
     return TasteFile(head.weights, head.threshold, encoder.name, encoder.revision, head.noise, about)
 
 
