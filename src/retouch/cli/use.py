@@ -350,7 +350,7 @@ def label(
         bool,
         typer.Option(
             "--active",
-            help="Ask the most informative pairs, for a fit; without it, pairs at random, for unbiased win rates.",
+            help="Ask the most informative pairs, for a fit; without it, pairs at random.",
         ),
     ] = False,
     extractor: Annotated[str, typer.Option(help="Image encoder for --active, as of retouch reward fit.")] = "tiny",

@@ -369,15 +369,14 @@ def read_own_rows(run: Path, place: Path) -> list[dict[str, Any]]:
     return []
 
 
-@cache
-def _named(place: Path) -> list[str]:
-    return []
+_NAMED = set[Path]()
+"""Files that `warn_once` has named in this process."""
 
 
 def warn_once(place: Path, problem: str) -> None:
     """Name what is wrong with a file of a run, the first time: evaluations, alarms and the report read it again."""
-    if not (problems := _named(place)):
-        problems.append(problem)
+    if place not in _NAMED:
+        _NAMED.add(place)
         logger.warning("%s: %s", place, problem)
 
 

@@ -65,7 +65,8 @@ def _labels(vote: Vote) -> Iterator[tuple[VotedImage, dict[str, Any]]]:
     elif vote.answer == "both_bad":
         labelled = [(image, "bad") for image in vote.images]
     else:
-        labelled = [*zip(_decided(vote) or (), ("good", "bad"), strict=False)]
+        win, lose = _decided(vote) or (None, None)
+        labelled = [] if win is None or lose is None else [(win, "good"), (lose, "bad")]
     for image, label in labelled:
         yield image, {"target_path": image.image, "target": "file", "metadata": {"label": label}}
 
