@@ -91,7 +91,7 @@ def loaded(model: Model, *, embedded: bool, folder: Path | None = None) -> dict[
     `model.embeddings` replaces it, not the one whose output comes with the examples, and no optional component that is
     missing in `folder`."""
     spared = {model.spec.embedded_encoder} if embedded else set[str | None]()
-    if folder is not None:
+    if folder is not None and model.spec.optional:  # only then is an index downloaded
         spared |= model.spec.optional.difference(components(folder))
     return {
         name: kind

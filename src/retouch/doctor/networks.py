@@ -56,7 +56,7 @@ def build_networks(model: Model, found: FoundModel, *, download: bool = False) -
     if found.problems and found.folder is None:
         return Networks()
     folder = found.folder or (_fetch(model, embedded=found.embedded) if download else None)
-    kinds = loaded(model, embedded=found.embedded, folder=found.folder)  # what is fetched has no index
+    kinds = loaded(model, embedded=found.embedded, folder=folder)
     other = found.transformer or (_fetch_transformer(model) if download and folder is not None else None)
     places = FoundModel(folder, transformer=other)
     parts: dict[str, Any] = {}
