@@ -33,6 +33,7 @@ from epochs import epochs
 
 from retouch.config import parse_run
 from retouch.families.flux_fill.model import FluxFill
+from retouch.rewards.table import Scores
 from retouch.tiny.signs import (
     draw_words,
     write_signs,
@@ -42,7 +43,7 @@ from retouch.training.build import (
     build,
 )
 from retouch.training.session import Session
-from retouch.types import Score, Scores
+from retouch.types import Score
 
 ALGORITHMS = {
     "grpo": ({"name": "grpo"}, {"window": {"size": 2}, "noise_level": 0.7}),

@@ -478,9 +478,10 @@ def run_ours(row: Row, model: Path, prompts: Path, work: Path, counter: Counter,
     from loop_overhead import NoRewards
 
     from retouch.config import parse_run
+    from retouch.rewards.table import Scores
     from retouch.training.build import build
     from retouch.training.session import Session
-    from retouch.types import Score, Scores
+    from retouch.types import Score
 
     class Pixels(NoRewards):
         """Scores that are there at once: the mean of the pixels of each image."""

@@ -43,9 +43,9 @@ from retouch.config import load_run
 from retouch.config.run import RunConfig
 from retouch.observe.run_dir import read_metrics
 from retouch.rewards.probe import spearman
+from retouch.rewards.table import Scores
 from retouch.training import experience
 from retouch.training.experience import Samples
-from retouch.types import Scores
 
 FILE = config_file("flux_fill", "nft", "full")
 KL = "algorithm.kl_weight=0.1"

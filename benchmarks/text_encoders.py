@@ -57,7 +57,7 @@ def measure(released: bool, device: str, repetitions: int, prompts: int = PROMPT
             texts = TextEncoders(made, device)
             start = clock()
             with texts.placement.kept_on_device() if name == "once" else nullcontext():
-                rows = [texts.of(f"a sign that says {repetition} {i}") for i in range(prompts)]
+                rows = [texts.rows([f"a sign that says {repetition} {i}"])[0] for i in range(prompts)]
             times[name].append(clock() - start)
             moves[name], found[name] = texts.placement.moves, torch.stack([row["text"] for row in rows])
     if not torch.equal(*found.values()):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from tools import house
 
-from retouch.types import Outcome, Place, Score, Scores
+from retouch.rewards.table import Place, Scores
+from retouch.types import Outcome, Score
 
 CODE = '''
     """A module."""
@@ -72,8 +73,8 @@ def test_holders_of_a_score_are_found_through_containers_tensors_and_futures() -
     pending = Scores({}, {}, parts={Place((), (None, None), "counts"): later})
     assert house.holders([pending], 0.25) == set()
     later.set_result({"r": [Score(0.25)]})
-    assert house.holders([{"a": (pending,)}], 0.25) == {"types.Scores"}
-    assert house.holders(Scores({"r": [Score(0.25)]}, {"r": 1.0}), 0.25) == {"types.Scores"}
+    assert house.holders([{"a": (pending,)}], 0.25) == {"rewards.table.Scores"}
+    assert house.holders(Scores({"r": [Score(0.25)]}, {"r": 1.0}), 0.25) == {"rewards.table.Scores"}
     assert house.holders(Scores({"r": [Score(0.5)]}, {"r": 1.0}), 0.25) == set()
     assert house.contents(torch.tensor([1.0, 0.25]), 0.25) == [0.25]
 

@@ -30,9 +30,10 @@ from retouch.observe.kept import kept_rows
 from retouch.observe.statistics import bootstrap_percentiles
 from retouch.process import console
 from retouch.rewards.client.exchange import no_answer
+from retouch.rewards.table import Scores
 from retouch.rollout.encoded import drop_references
 from retouch.training.resume import evaluation_stands
-from retouch.types import Condition, Failure, Outcome, Score, Scores
+from retouch.types import Condition, Failure, Outcome, Score
 from retouch.use import benchmark_scores
 from retouch_bench.benchmarks.geneval import GenEval
 

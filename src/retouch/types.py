@@ -7,8 +7,7 @@ Outside `retouch.families` latents are [B, C, H, W] and regions [B, 1, H, W]; pa
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -16,7 +15,6 @@ from retouch.errors import Diverged as Diverged
 from retouch.errors import Stopped as Stopped
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -26,9 +24,6 @@ if TYPE_CHECKING:
     from retouch.core.schedule import Schedule
     from retouch.families.base import FamilySpec
     from retouch.families.text import TextEncoders
-    from retouch.rewards.devices import Devices
-    from retouch.rewards.protocol import RewardItem
-    from retouch.rewards.views import View
 
 Prediction = Literal["flow", "epsilon"]
 
@@ -96,17 +91,11 @@ class Condition:
 
     def select(self, rows: Tensor | Sequence[int] | slice) -> Condition:
         """The given rows, repeats allowed, as a new condition. A tensor of rows is best on the CPU (`on_host`)."""
-        given: dict[Any, Any] = {}
-
-        def chosen(t: Tensor) -> Tensor:
-            if isinstance(rows, slice | Sequence):
-                return t[rows]
-            if t.device not in given:
-                given[t.device] = rows.to(t.device)
-            return t[given[t.device]]
-
-        mask = None if self.mask is None else chosen(self.mask)
-        return replace(self, tensors={name: chosen(t) for name, t in self.tensors.items()}, mask=mask)
+        tensors: dict[str, Any] = {**self.tensors, "": self.mask}
+        devices = {t.device for t in tensors.values() if t is not None}
+        index: dict[Any, Any] = {d: rows if isinstance(rows, slice | Sequence) else rows.to(d) for d in devices}
+        chosen = {name: None if t is None else t[index[t.device]] for name, t in tensors.items()}
+        return replace(self, mask=chosen.pop(""), tensors=chosen)
 
     def without_negative(self) -> Condition:
         """The condition of the conditional prediction alone."""
@@ -243,9 +232,6 @@ class Failure:
 Outcome = Score | Failure
 
 
-NOT_FINITE = Failure("bad_item", "the sample contains NaN or Inf")
-
-
 @dataclass(frozen=True)
 class Gate:
     """A gate: the value of one reward scales or blocks another.
@@ -279,111 +265,3 @@ class Gate:
         opening = self.opening(by.value)
         held = self.floor + opening * (outcome.value - self.floor)
         return Score(min(outcome.value, held), {**outcome.detail, "ungated": outcome.value, "gate": opening})
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where entries are scored together, on one view of the images.
-
-    Attributes:
-        where: addresses, or OWN_PROCESS or AUTO_SERVER of `retouch.rewards.table`.
-        kind: "counts", "logged" (weight 0) or "gold".
-        devices: of this process or of the server of `url: auto`; () for other servers.
-    """
-
-    where: tuple[str, ...]
-    view: View
-    kind: str
-    devices: Devices = ()
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The rewards of a batch of N images by name, and their weights in `combined`. Those that `RewardTable.submit`
-    returns are pending: `result` waits for their outcomes.
-
-    Attributes:
-        outcomes: name -> N outcomes; empty while they are pending.
-        weights: name -> weight; order is that of the run file.
-        items: what was scored; stays, to be submitted again after an outage.
-        broken: indices of images with NaN or Inf, all of whose rewards have failed. No scorer receives them: one that
-            compares a group would count them as opponents.
-        parts: place -> the outcomes that are computed there, by name; empty if nothing is pending.
-        places: name -> the place where a pending reward is computed.
-        gates: name -> the gate that `result` applies.
-    """
-
-    outcomes: Mapping[str, Sequence[Outcome]]
-    weights: Mapping[str, float]
-    items: Sequence[RewardItem] = field(default=(), repr=False)
-    broken: Collection[int] = ()
-    parts: Mapping[Place, Future[dict[str, list[Outcome]]]] = field(default_factory=dict[Any, Any])
-    places: Mapping[str, Place] = field(default_factory=dict[str, Any])
-    gates: Mapping[str, Gate] = field(default_factory=dict[str, Any])
-
-    def __len__(self) -> int:
-        return len(next(iter(self.outcomes.values()), self.items))
-
-    @property
-    def weighted_futures(self) -> list[Future[dict[str, list[Outcome]]]]:
-        """Pending outcomes of rewards that train; the others delay nothing."""
-        return [future for place, future in self.parts.items() if place.kind == "counts"]
-
-    def wait(self) -> None:
-        """Wait for the rewards that train."""
-        for future in self.weighted_futures:
-            future.result()
-
-    def result(self, until: float | None = None) -> Scores:
-        """Wait for all rewards and apply the gates.
-
-        Args:
-            until: a moment of `time.monotonic`: rewards that are only logged and are not in by then are failures. None
-                waits for them too.
-        """
-        if not self.parts:
-            return self
-        self.wait()
-        done = {
-            place: future.result() if place.kind == "counts" else self._logged(place, future, until)
-            for place, future in self.parts.items()
-        }
-        columns = {name: list(done[place][name]) for name, place in self.places.items()}
-        for column in columns.values():
-            for row in sorted(self.broken):
-                column.insert(row, NOT_FINITE)
-        gated = {
-            name: [gate.apply(*pair) for pair in zip(columns[name], columns[gate.reward], strict=True)]
-            for name, gate in self.gates.items()
-        }  # the value of a gate itself is not gated
-        return replace(self, outcomes=columns | gated, parts={})
-
-    def _logged(
-        self, place: Place, future: Future[dict[str, list[Outcome]]], until: float | None
-    ) -> dict[str, list[Outcome]]:
-        try:
-            return future.result(None if until is None else max(0.0, until - time.monotonic()))
-        except TimeoutError:
-            if future.done():  # just in time, or the scorer itself raised TimeoutError
-                return future.result()
-            future.cancel()
-            late = Failure("deadline", "not in reward_client.logged_wait_s after the rewards that count", True)
-            asked = len(self.items) - len(self.broken)
-            return {name: [late] * asked for name, other in self.places.items() if other == place}
-
-    def values(self, name: str) -> list[float | None]:
-        """One reward; None where it failed."""
-        return [o.value if isinstance(o, Score) else None for o in self.outcomes[name]]
-
-    def combined(self) -> list[float | None]:
-        """sum of weight * value over the rewards; None where any of them failed. One of weight 0 is only logged."""
-        columns = [(self.weights[name], self.values(name)) for name in self.outcomes if self.weights[name]]
-        totals: list[float | None] = []
-        for i in range(len(self)):
-            parts = [weight * value for weight, column in columns if (value := column[i]) is not None]
-            totals.append(sum(parts) if len(parts) == len(columns) else None)
-        return totals
-
-    def failures(self) -> list[tuple[str, Failure]]:
-        """Every failure with the name of its reward."""
-        return [(name, o) for name, column in self.outcomes.items() for o in column if isinstance(o, Failure)]

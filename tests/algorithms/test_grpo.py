@@ -32,12 +32,12 @@ from retouch.families.flux_fill.model import FluxFill
 from retouch.observe.timing import PARTS
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import ocr
-from retouch.rewards.table import RewardTable
+from retouch.rewards.table import RewardTable, Scores
 from retouch.training import evaluation, experience
 from retouch.training.build import build
 from retouch.training.recorder import Recorder
 from retouch.training.scoring import RewardOutage
-from retouch.types import Failure, Outcome, Score, Scores, Stopped
+from retouch.types import Failure, Outcome, Score, Stopped
 from tests.fuzz.inputs import bounded
 from tests.selection import default
 
@@ -240,7 +240,7 @@ def test_the_loss_of_a_span_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     step: Any = SimpleNamespace(
         normalizer=torch.tensor(4.0), old_policy_values=lambda now, then: then, log_ratio_metric=lambda *_: {}
     )
-    run: Any = SimpleNamespace(engine=SimpleNamespace(device="cpu"))
+    run: Any = SimpleNamespace(engine=SimpleNamespace(device="cpu"), plans=SimpleNamespace(records_means=False))
     loss, values, counted = grpo.surrogate(run, GrpoConfig(kl_weight=3.0), rows, step, torch.arange(2), range(2))
     kl = (0.2**2 + 0.4**2) / 2 / 2
     assert float(values["kl"]) == pytest.approx(kl)

@@ -17,9 +17,10 @@ from retouch.config import RunConfig
 from retouch.observe import guards
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
+from retouch.rewards.table import Scores
 from retouch.training.scoring import JUDGED, _with_groups, judge_details
 from retouch.training.session import Session
-from retouch.types import Failure, Outcome, Score, Scores, Stopped
+from retouch.types import Failure, Outcome, Score, Stopped
 from tests.selection import default
 
 from .runs import Config, Scripted, Use, brightness, of_kind, same_weights, train, weights

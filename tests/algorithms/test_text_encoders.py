@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +100,20 @@ def test_text_encoders_have_left_before_the_autoencoder_comes(
     """A T5 and an autoencoder beside it would need a larger device than either."""
     there: dict[int, str] = {}
     seen: list[set[str]] = []
-    arrive, leave = OffloadedNetworks._arrive, OffloadedNetworks._leave
+    on_device, leave = OffloadedNetworks.on_device, OffloadedNetworks._leave
 
-    def arriving(self: OffloadedNetworks) -> None:
-        arrive(self)
-        there[id(self)] = type(self.networks[0]).__name__
-        seen.append(set(there.values()))
+    @contextmanager
+    def arriving(self: OffloadedNetworks) -> Iterator[None]:
+        with on_device(self):
+            there[id(self)] = type(self.networks[0]).__name__
+            seen.append(set(there.values()))
+            yield
 
     def leaving(self: OffloadedNetworks) -> None:
         leave(self)
         there.pop(id(self), None)
 
-    monkeypatch.setattr(OffloadedNetworks, "_arrive", arriving)
+    monkeypatch.setattr(OffloadedNetworks, "on_device", arriving)
     monkeypatch.setattr(OffloadedNetworks, "_leave", leaving)
     precompute(parse_run(run_file(model__offload_vae=True)), tmp_path / "cache")
     assert {name for names in seen for name in names} == {"CLIPTextModel", "AutoencoderKL"}

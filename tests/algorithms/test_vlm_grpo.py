@@ -38,8 +38,9 @@ from retouch.data.sampler import curriculum_order
 from retouch.engine import CheckpointError
 from retouch.families.qwen.text import ChatStates
 from retouch.observe.run_dir import read_metrics
+from retouch.rewards.table import Scores
 from retouch.training.scoring import Tally
-from retouch.types import Failure, Score, Scores
+from retouch.types import Failure, Score
 from tests.command_line import retouch
 from tests.selection import default
 

@@ -14,10 +14,11 @@ from retouch.data.sampler import Slot
 from retouch.engine import Engine
 from retouch.families import text
 from retouch.families.text import TextEncoders
+from retouch.rewards.table import Scores
 from retouch.training import experience
 from retouch.training.build import build
 from retouch.training.experience import Experience
-from retouch.types import Scores, Trajectory
+from retouch.types import Trajectory
 
 from .runs import Config, Use, brightness, train
 

@@ -15,8 +15,7 @@ import yaml
 from PIL import Image
 
 from retouch.errors import ConfigError
-from retouch.rewards.table import RewardTable
-from retouch.types import Scores
+from retouch.rewards.table import RewardTable, Scores
 from retouch.use import benchmark_scores
 from retouch.use.benchmark_images import claim
 from tests.benchmarks_room import stub_readers

@@ -6,13 +6,17 @@ import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from retouch.config import RunConfig, load_run
 from retouch.config.check import warnings_of
-from retouch.config.derived import parts_per_forward, rows_per_forward, spans
+from retouch.config.derived import parts_per_forward, rows_per_forward
+from retouch.training.step import ForwardSize
 from tests.command_line import retouch
 
 from .conftest import TINY
@@ -86,6 +90,12 @@ def test_forwards_have_nearly_equal_sizes_and_every_step_is_in_one() -> None:
     assert spans(5, 2) == [range(2), range(2, 4), range(4, 5)]
     for parts, size in product(range(1, 12), repeat=2):
         assert [step for piece in spans(parts, size) for step in piece] == [*range(parts)]
+
+
+def spans(parts: int, size: int) -> list[range]:
+    """The steps of a row in the forwards of one."""
+    forwards: Any = SimpleNamespace(parts_per_forward=size, chunks=lambda rows: [rows])
+    return [span for _, span in ForwardSize.parts(forwards, torch.zeros(1), parts)]
 
 
 def test_it_is_the_default_and_null_keeps_its_meaning(run_with: RunWith) -> None:

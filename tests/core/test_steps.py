@@ -33,7 +33,7 @@ def v() -> Tensor:
 
 
 def test_without_noise_every_rule_is_euler(x: Tensor, v: Tensor) -> None:
-    expected = steps.euler(x, v, 0.8, 0.6)
+    expected = steps.ode_step("flow", x, v, 0.8, 0.6)
     torch.testing.assert_close(expected, x + (0.6 - 0.8) * v)
     for mean, std in (
         steps.flow_sde(x, v, 0.8, 0.6, noise_level=0.0, sigma_max=0.9),
@@ -97,11 +97,11 @@ def test_arithmetic_is_fp32_for_half_inputs(x: Tensor, v: Tensor) -> None:
 @pytest.mark.parametrize("bad", [torch.zeros(2), torch.zeros(1), torch.zeros(B, 1), torch.zeros(1, B)])
 def test_wrong_shapes_are_errors_not_broadcasts(x: Tensor, v: Tensor, bad: Tensor) -> None:
     with pytest.raises(ValueError, match="level"):
-        steps.euler(x, v, bad, 0.1)
+        steps.ode_step("flow", x, v, bad, 0.1)
     with pytest.raises(ValueError, match="one shape"):
-        steps.euler(x, v[:, :1], 0.5, 0.1)
+        steps.ode_step("flow", x, v[:, :1], 0.5, 0.1)
     with pytest.raises(ValueError, match="batch dim"):
-        steps.euler(x[:, 0, 0, 0], v[:, 0, 0, 0], 0.5, 0.1)
+        steps.ode_step("flow", x[:, 0, 0, 0], v[:, 0, 0, 0], 0.5, 0.1)
 
 
 def test_levels_of_the_rank_of_x_are_errors_too() -> None:
@@ -156,7 +156,7 @@ def end_std(rule: Rule, num_steps: int, shift: float = 3.0, start: float = 1.0) 
 
 
 def ode(x: Tensor, v: Tensor, s: float, s_next: float, _: float) -> tuple[Tensor, Tensor]:
-    return steps.euler(x, v, s, s_next), torch.zeros(())
+    return steps.ode_step("flow", x, v, s, s_next), torch.zeros(())
 
 
 def flow(x: Tensor, v: Tensor, s: float, s_next: float, sigma_max: float) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ def test_sde_without_its_drift_would_be_seen() -> None:
     """What the marginal test is for: noise added to plain Euler widens the end."""
 
     def broken(x: Tensor, v: Tensor, s: float, s_next: float, sigma_max: float) -> tuple[Tensor, Tensor]:
-        return steps.euler(x, v, s, s_next), dance(x, v, s, s_next, sigma_max)[1]
+        return steps.ode_step("flow", x, v, s, s_next), dance(x, v, s, s_next, sigma_max)[1]
 
     assert abs(end_std(broken, 800) - TAU) > 0.03
 
@@ -395,7 +395,7 @@ def test_dpm_ends_nearer_than_euler_after_a_tiny_last_sigma_too(
     start = torch.ones(1, 1, dtype=torch.float64)
     first = start
     for s, s_next in itertools.pairwise(levels):
-        first = steps.euler(first, exact_velocity(first, s), s, s_next)
+        first = steps.ode_step("flow", first, exact_velocity(first, s), s, s_next)
     second = dpm_run(levels, start, exact_velocity)
     assert abs(float(second) - TAU) < share * abs(float(first) - TAU)
 

@@ -133,8 +133,8 @@ def test_red_paint_of_a_wide_profile_is_a_mask() -> None:
     profile = rgb_profile(PROPHOTO, 1.8)
     page = Image.new("RGB", box_mask().size, (40, 90, 60))
     page.paste((179, 70, 26), (0, 0), box_mask())
-    mask, channel = read_mask(as_shown(Image.open(io.BytesIO(saved(page, profile)))), "m.png")
-    assert channel == "red" and pixels(mask) == pixels(box_mask())
+    found = read_mask(as_shown(Image.open(io.BytesIO(saved(page, profile)))), "m.png")
+    assert found.channel == "red" and pixels(found.mask) == pixels(box_mask())
 
 
 def test_damaged_profiles_are_read_or_ignored() -> None:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageFilter
 
 from retouch.errors import ImageProblem
-from retouch.imaging.masks import mask_box, mask_reading, may_be_inverted, read_mask
+from retouch.imaging.masks import MAY_BE_INVERTED, mask_box, read_mask
 from retouch.imaging.reading import open_image
 
 from .conftest import HOLE, SIZE, box_mask, picture, pixels
@@ -67,9 +67,9 @@ PINK_WALL = Image.new("RGB", SIZE, (200, 140, 160))
     ],
 )
 def test_the_mask_is_found_in_its_channel(image: Image.Image, channel: str) -> None:
-    mask, found = read_mask(image, "m.png")
-    assert found == channel
-    assert pixels(mask) == pixels(box_mask())
+    found = read_mask(image, "m.png")
+    assert found.channel == channel
+    assert pixels(found.mask) == pixels(box_mask())
 
 
 @pytest.mark.parametrize("quality", [30, 60, 90])
@@ -79,16 +79,15 @@ def test_the_mask_is_found_in_its_channel(image: Image.Image, channel: str) -> N
 def test_soft_edges_of_a_jpeg(image: Image.Image, channel: str, quality: int) -> None:
     jpeg = as_jpeg(image, quality)
     assert len(np.unique(np.asarray(jpeg))) > 2  # it did soften
-    mask, found = read_mask(jpeg, "m.jpg")
-    assert found == channel
-    assert np.unique(np.asarray(mask)).tolist() == [0, 255]
-    assert (np.asarray(mask) != EXPECTED).mean() < 0.01
+    found = read_mask(jpeg, "m.jpg")
+    assert found.channel == channel
+    assert np.unique(np.asarray(found.mask)).tolist() == [0, 255]
+    assert (np.asarray(found.mask) != EXPECTED).mean() < 0.01
 
 
 def test_a_blurred_edge_is_cut_at_half_height() -> None:
     ramp = np.tile(np.arange(120, 136, dtype=np.uint8), (4, 1))  # 120 .. 135 along a row
-    mask, _ = read_mask(Image.fromarray(ramp), "m.png")
-    assert mask_box(mask) == (8, 0, 16, 4)  # from 128 on
+    assert mask_box(read_mask(Image.fromarray(ramp), "m.png").mask) == (8, 0, 16, 4)  # from 128 on
 
 
 @pytest.mark.parametrize(
@@ -99,8 +98,8 @@ def test_a_blurred_edge_is_cut_at_half_height() -> None:
     ],
 )
 def test_inverted_masks_on_request(image: Image.Image) -> None:
-    assert pixels(read_mask(image, "m.png", invert=True)[0]) == pixels(box_mask())
-    assert np.array_equal(np.asarray(read_mask(image, "m.png")[0]), 255 - EXPECTED)
+    assert pixels(read_mask(image, "m.png", invert=True).mask) == pixels(box_mask())
+    assert np.array_equal(np.asarray(read_mask(image, "m.png").mask), 255 - EXPECTED)
 
 
 GREY = Image.new("L", SIZE, 127)
@@ -165,7 +164,7 @@ def test_an_empty_mask_has_no_box() -> None:
     ],
 )
 def test_a_mask_that_is_probably_meant_the_other_way_round(image: Image.Image, expected: bool) -> None:
-    assert may_be_inverted(*read_mask(image, "m.png")) == expected
+    assert (read_mask(image, "m.png").doubt == MAY_BE_INVERTED) == expected
 
 
 # --- what is no mask, or another one than is meant ---
@@ -194,13 +193,13 @@ RED = Image.fromarray(np.stack([noise(0), noise(0, 0, 40), noise(0, 0, 40)], -1)
     ],
 )
 def test_a_photograph_in_place_of_a_mask_is_doubted(image: Image.Image) -> None:
-    doubt = mask_reading(image, "m.png").doubt
+    doubt = read_mask(image, "m.png").doubt
     assert doubt is not None
     found = re.match(
         r"(\d+) grey levels in the (red|luminance) channel, (\d+)% of the pixels far from two levels", doubt
     )
     assert found is not None and int(found[1]) > 64 and int(found[3]) > 50
-    assert mask_reading(image, "m.png", invert=True).doubt == doubt
+    assert read_mask(image, "m.png", invert=True).doubt == doubt
 
 
 def soft(radius: int) -> Image.Image:
@@ -224,7 +223,7 @@ def soft(radius: int) -> Image.Image:
     ],
 )
 def test_a_mask_is_not_doubted(image: Image.Image) -> None:
-    assert mask_reading(image, "m.png").doubt is None
+    assert read_mask(image, "m.png").doubt is None
 
 
 def test_integers_of_32_bits_are_refused_with_their_values(tmp_path: Path) -> None:

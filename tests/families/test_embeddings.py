@@ -377,7 +377,7 @@ def flux(signs: Path, config: Config) -> tuple[Any, Example]:
 def test_embeddings_of_a_manifest_in_every_layout(flux: tuple[Any, Example], tmp_path: Path) -> None:
     """[S, D], [1, S, D], and a dict with or without the pooled vector; what is missing is encoded."""
     model, example = flux
-    made = model.text.of(example.prompt)
+    made = model.text.rows([example.prompt])[0]
     text, pooled = made["text"] + 1, made["pooled"] + 2
     layouts: dict[str, Any] = {
         "flat": text,
@@ -397,7 +397,7 @@ def test_embeddings_of_a_manifest_in_every_layout(flux: tuple[Any, Example], tmp
 def test_embeddings_that_do_not_fit_are_refused(flux: tuple[Any, Example], tmp_path: Path) -> None:
     model, example = flux
     file = tmp_path / "t5.pt"
-    torch.save(model.text.of(example.prompt)["text"][:20], file)
+    torch.save(model.text.rows([example.prompt])[0]["text"][:20], file)
     with pytest.raises(ModelFilesError, match=r"prompt_embeds of \(20, 64\).*set model.max_sequence_length=20"):
         model.encode([replace(example, embedding_path=file)], 30.0)
     torch.save({"prompt_embeds": torch.zeros(20, 64), "pooled_prompt_embeds": torch.zeros(64)}, file)
@@ -439,7 +439,7 @@ def embedded(signs: Path, folder: Path, model: Any) -> dict[str, Any]:
         entries: list[dict[str, str]] = []
         for source in sorted((signs / name).glob("*_source.png")):
             prompt, file = f"a sign, {source.stem}", folder / f"{name}-{source.stem}.pt"
-            torch.save(model.text.of(prompt)["text"], file)
+            torch.save(model.text.rows([prompt])[0]["text"], file)
             mask = str(source).replace("_source", "_mask")
             entries.append({"image": str(source), "mask": mask, "prompt": prompt, "t5_embedding_path": file.name})
         (folder / f"{name}.json").write_text(json.dumps(entries), encoding="utf-8")

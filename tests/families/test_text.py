@@ -29,9 +29,9 @@ def test_one_prompt_after_the_other_is_not_kept_for_ever() -> None:
     made: Any = Lengths()
     text = TextEncoders({"text": made}, capacity=2)
     for prompt in ("a", "bb", "a", "ccc"):
-        assert text.of(prompt)["text"].tolist() == [len(prompt)]
+        assert text.rows([prompt])[0]["text"].tolist() == [len(prompt)]
     assert made.asked == ["a", "bb", "ccc"]
-    text.of("bb")
+    text.rows(["bb"])
     assert made.asked == ["a", "bb", "ccc", "bb"]
 
 
@@ -41,14 +41,14 @@ def test_encoders_that_are_released_leave_no_weights_behind() -> None:
     network = weakref.ref(made.model)
     text.cache_and_release(["a"])
     del made
-    assert network() is None and text.of("a")["text"].tolist() == [1]
+    assert network() is None and text.rows(["a"])[0]["text"].tolist() == [1]
 
 
 def test_what_was_cached_on_purpose_stays() -> None:
     made: Any = Lengths()
     text = TextEncoders({"text": made}, capacity=1)
     text.cache_and_release(["a", "bb", "ccc"])
-    assert [text.of(prompt)["text"].item() for prompt in ("ccc", "a", "bb")] == [3.0, 1.0, 2.0]
+    assert [text.rows([prompt])[0]["text"].item() for prompt in ("ccc", "a", "bb")] == [3.0, 1.0, 2.0]
 
 
 class Moved(nn.Linear):
@@ -70,13 +70,13 @@ def test_encoders_are_moved_once_for_many_prompts() -> None:
     with text.placement.kept_on_device():
         assert moved.moves == []  # nothing to encode yet
         with text.placement.kept_on_device():
-            text.of("a")
-        text.of("bb")
+            text.rows(["a"])
+        text.rows(["bb"])
         assert moved.moves == ["meta"]  # the second finds it there
     assert moved.moves == ["meta", "cpu"]
     with text.placement.kept_on_device():
-        text.of("a")  # kept
-    text.of("ccc")
+        text.rows(["a"])  # kept
+    text.rows(["ccc"])
     assert moved.moves[2:] == ["meta", "cpu"]
 
 
@@ -85,5 +85,5 @@ def test_encoders_that_are_not_offloaded_stay() -> None:
     made.model = moved = Moved()
     text = TextEncoders({"text": made}, device="meta", offload=False)
     with text.placement.kept_on_device():
-        text.of("a")
+        text.rows(["a"])
     assert "cpu" not in moved.moves

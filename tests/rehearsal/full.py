@@ -116,7 +116,7 @@ def parts(device: torch.device, folder: Path, signs: Path) -> dict[str, Any]:
     latents = sample(model, model.network, plan, condition, SEEDS).final
     pixels = torch.zeros(2, 3, *SIZE, device=device)
     uses: dict[str, Callable[[], Any]] = {
-        "text": lambda: model.texts().of("a prompt that is not known"),
+        "text": lambda: model.texts().rows(["a prompt that is not known"])[0],
         "encode": lambda: model.encode_images(pixels),
         "decode": lambda: model.decode(latents),
         "sample": lambda: sample(model, model.network, plan, condition, SEEDS),

@@ -120,15 +120,17 @@ def training_only(record: Record) -> Iterator[None]:
 def placements() -> Iterator[Counter[str]]:
     """How often frozen networks that wait on the CPU were moved to the device, by what their part is."""
     moved = Counter[str]()
-    arrive = OffloadedNetworks._arrive
+    on_device = OffloadedNetworks.on_device
 
-    def watched(self: OffloadedNetworks) -> None:
+    @contextmanager
+    def watched(self: OffloadedNetworks) -> Iterator[None]:
         before = self.moves
-        arrive(self)
-        names = {type(network).__name__ for network in self.networks}
-        moved.update(dict.fromkeys(names, self.moves - before))
+        with on_device(self):
+            names = {type(network).__name__ for network in self.networks}
+            moved.update(dict.fromkeys(names, self.moves - before))
+            yield
 
-    with mock.patch.object(OffloadedNetworks, "_arrive", watched):
+    with mock.patch.object(OffloadedNetworks, "on_device", watched):
         yield moved
 
 

@@ -15,8 +15,8 @@ from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.protocol import RewardItem, Scorer
 from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.scorers.preservation import PreservationReward
-from retouch.rewards.table import RewardTable
-from retouch.types import Failure, Score, Scores
+from retouch.rewards.table import RewardTable, Scores
+from retouch.types import Failure, Score
 from tests.rewards.fakes import (
     Brightness,
     FakeServer,

@@ -15,9 +15,9 @@ from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.scorers.seam import SeamReward
-from retouch.rewards.table import RewardTable
+from retouch.rewards.table import Place, RewardTable, Scores
 from retouch.rewards.views import View, at_least, viewed
-from retouch.types import Failure, Gate, Outcome, Place, Score, Scores
+from retouch.types import Failure, Gate, Outcome, Score
 from tests.rewards.fakes import Brightness, Gated, Scripted, half_mask, item, items, picture
 
 from .test_compose import Table, constant, scored, table

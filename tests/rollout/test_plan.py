@@ -39,7 +39,7 @@ def test_a_random_window_falls_everywhere_in_its_range_and_nowhere_else(rule: st
         plan(batch, window={"size": 2, "range": [0.2, 0.7]}, step_rule=rule, noise_level=0.5) for batch in range(60)
     ]
     assert {trained(one) for one in made} == {range(first, first + 2) for first in (2, 3, 4, 5)}
-    assert all([one.is_stochastic(i) for i in range(10)] == [i in trained(one) for i in range(10)] for one in made)
+    assert all(one.stochastic == one.trained for one in made)
 
 
 def test_the_window_follows_from_seed_and_batch_alone() -> None:
@@ -90,7 +90,6 @@ def test_an_epsilon_model_is_sampled_by_ddim_up_to_its_last_step(algorithm: str)
     run = parse_run({**RUN, "model": {"family": "sd_inpaint"}, "algorithm": {"name": algorithm}})
     made = Plans(run).plan(EPSILON, 0)
     assert made.rule is STEP_RULES["ddim"] and (made.first, made.stochastic, made.trained) == (0, 9, 9)
-    assert not made.is_stochastic(9)
 
 
 @pytest.mark.parametrize("algorithm", ["dpo", "nft"])
@@ -141,4 +140,4 @@ def test_a_sliding_window_of_ddim_never_reaches_the_last_step() -> None:
 
 def test_the_ode_draws_nothing() -> None:
     made = ode_plan(SCHEDULE)
-    assert made.num_steps == 10 and not any(made.is_stochastic(i) for i in range(10)) and made.trained == 0
+    assert made.num_steps == 10 and made.stochastic == made.trained == 0

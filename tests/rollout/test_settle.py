@@ -16,7 +16,7 @@ from PIL import Image
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.preservation import PreservationReward
-from retouch.rewards.table import RewardTable, of_all
+from retouch.rewards.table import RewardTable, Scores, of_all
 from retouch.training import scoring as scorer
 from retouch.training.scoring import (
     FailureRateExceeded,
@@ -27,7 +27,7 @@ from retouch.training.scoring import (
     settle,
     tally_of,
 )
-from retouch.types import Example, Failure, Score, Scores
+from retouch.types import Example, Failure, Score
 from tests.fuzz.inputs import bounded
 from tests.rewards.fakes import HANG_S, Answer, Asked, FakeServer, closed_port, free_port, honest, items, reply
 

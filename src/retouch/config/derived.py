@@ -261,11 +261,6 @@ def rows_per_forward(run: RunConfig, device: str) -> int:
     return run.optimizer.batch_size_per_device * parts_per_forward(run, device) * width
 
 
-def spans(parts: int, size: int) -> list[range]:
-    """Trained steps, or noised copies, of a row in consecutive pieces of at most `size`."""
-    return [range(start, min(start + size, parts)) for start in range(0, parts, size)]
-
-
 def sampling_forwards(run: RunConfig) -> float:
     """Forwards that sampling one image takes; steps before the window are taken once a group where noise is shared."""
     rollout = run.rollout

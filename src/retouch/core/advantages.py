@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -81,7 +81,7 @@ def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "grou
         raise ValueError(f"baseline is {baseline!r}; it must be group or batch")
     if baseline == "batch":
         return valid.clone()
-    ids = _dense(group_ids)
+    _, ids = group_ids.unique(return_inverse=True)
     count = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=torch.int64, device=ids.device)
     count = count.index_add_(0, ids, valid.long())
     return valid & (count[ids] >= 2)
@@ -129,7 +129,8 @@ def _checked(rewards: Tensor, group_ids: Tensor, valid: Tensor | None) -> tuple[
     ok = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
     if ok.shape != rewards.shape:
         raise ValueError(f"valid has shape {tuple(ok.shape)}; it must be [N] = [{rewards.shape[0]}]")
-    return _dense(group_ids), ok, rewards.double()
+    _, dense = group_ids.unique(return_inverse=True)  # renumbered 0 .. groups - 1, in their order
+    return dense, ok, rewards.double()
 
 
 def _group_moments(r: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,13 +147,6 @@ def group_count(group_ids: Tensor) -> int:
     return int(torch.unique(group_ids).numel())  # pyright: ignore
 
 
-def _dense(group_ids: Tensor) -> Tensor:
-    """Ids renumbered 0 .. groups - 1, in their order."""
-    known, inverse = torch.unique(group_ids, return_inverse=True)  # pyright: ignore
-    del known
-    return torch.as_tensor(inverse, dtype=torch.int64)  # pyright: ignore
-
-
 @dataclass
 class RewardRows:
     """Rewards of all processes' samples.
@@ -167,6 +161,7 @@ class RewardRows:
         padding: [N] bool.
         reward_std: [R] standard deviation of each reward on one image; none where None.
         by_win_rate: [R] bool: rewards that train by their win rate in the group; none where None.
+        own: those of the N samples that this process holds.
     """
 
     names: list[str]
@@ -178,6 +173,7 @@ class RewardRows:
     padding: Tensor
     reward_std: Tensor | None = None
     by_win_rate: Tensor | None = None
+    own: slice = field(default_factory=lambda: slice(None))
 
     @property
     def usable(self) -> Tensor:

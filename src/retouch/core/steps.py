@@ -21,12 +21,6 @@ Level = Tensor | float
 LogProbMode = Literal["exact", "published", "cps"]
 
 
-def euler(x: Tensor, velocity: Tensor, sigma: Level, sigma_next: Level) -> Tensor:
-    """One Euler step of the probability-flow ODE: x + v dt."""
-    x, v, s, s_next = _levels(x, velocity, sigma, sigma_next)
-    return x + (s_next - s) * v
-
-
 def flow_sde(
     x: Tensor, velocity: Tensor, sigma: Level, sigma_next: Level, noise_level: float, sigma_max: float
 ) -> tuple[Tensor, Tensor]:
@@ -114,9 +108,10 @@ def gaussian_log_prob(
 
 
 def ode_step(prediction: Prediction, x: Tensor, output: Tensor, level: Level, level_next: Level) -> Tensor:
-    """The first-order deterministic step of a family: Euler (flow) or DDIM with eta 0 (epsilon)."""
+    """The first-order deterministic step of a family: Euler, x + v dt (flow), or DDIM with eta 0 (epsilon)."""
     if prediction == "flow":
-        return euler(x, output, level, level_next)
+        x, v, s, s_next = _levels(x, output, level, level_next)
+        return x + (s_next - s) * v
     return ddim(x, output, level, level_next, eta=0.0)[0]
 
 
@@ -141,10 +136,10 @@ def dpm_step(
 
         x' = s'/s x + (1 - s'/s) D        D = x0^ + (x0^ - x0^_before) (l' - l) / 2 (l - l_before)
 
-    D is x0^, and the step that of `euler`: without a step before, from pure noise and in the step after that, to clean
-    data, and where the step of l is more than twice the one before, which is not in the paper. That is the step down to
-    a last sigma stretched to almost 0 (Qwen-Image: .02). The data have all but settled there; extrapolating their
-    change over so long a step ends further off than Euler.
+    D is x0^, and the step Euler's: without a step before, from pure noise and in the step after that, to clean data,
+    and where the step of l is more than twice the one before, which is not in the paper. That is the step down to a
+    last sigma stretched to almost 0 (Qwen-Image: .02). The data have all but settled there; extrapolating their change
+    over so long a step ends further off than Euler.
 
     Args:
         before: of the step that led to x.

@@ -26,7 +26,7 @@ from retouch.errors import ImageProblem
 from retouch.files.disk import is_file
 from retouch.imaging.fitting import MaskCrop, fit_size, into_strip, resize
 from retouch.imaging.lines import Point, TextLine, parse_lines, placed, share_inside
-from retouch.imaging.masks import Box, halves, mask_box, mask_reading, read_mask
+from retouch.imaging.masks import Box, halves, mask_box, read_mask
 from retouch.imaging.reading import PackedImage, image_size, open_image, to_rgb
 from retouch.types import Example, Processes
 
@@ -364,7 +364,7 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
     mask, channel, doubt = None, None, None
     if item.mask_path and config.has_images:
         invert = item.inverts_mask(options)
-        read = mask_reading(open_image(item.mask_path), str(item.mask_path), invert=invert)
+        read = read_mask(open_image(item.mask_path), str(item.mask_path), invert=invert)
         mask, channel, doubt = read.mask, read.channel, read.doubt
         if "source" in images:
             _require_same_size(mask, images["source"], str(item.mask_path), "mask", "source")
@@ -425,7 +425,7 @@ def _set_roles(
         reference = images["reference"] = reference.crop(mask_box(mask))
     if reference is not None and item.reference_mask_path is not None and is_file(item.reference_mask_path):
         place = item.reference_mask_path
-        other, _ = read_mask(open_image(place), str(place), invert=options.invert_mask)
+        other = read_mask(open_image(place), str(place), invert=options.invert_mask).mask
         if other.size == reference.size:
             images["reference"] = reference.crop(mask_box(other))
     shown = images.get("target", source)

@@ -56,20 +56,17 @@ class OffloadedNetworks:
     def on_device(self) -> Iterator[None]:
         """With the networks on the device."""
         with self.kept_on_device():
-            self._arrive()
+            if self.waits and not self._on_device:
+                self._on_device = True
+                self.moves += 1
+                if self.device.type != "cpu":
+                    self._on_host = [part for network in self.networks for part in _on_host(network)]
+                try:
+                    self._place(self.device)
+                except BaseException:  # the memory of the device ended halfway
+                    self._leave()
+                    raise
             yield
-
-    def _arrive(self) -> None:
-        if self.waits and not self._on_device:
-            self._on_device = True
-            self.moves += 1
-            if self.device.type != "cpu":
-                self._on_host = [part for network in self.networks for part in _on_host(network)]
-            try:
-                self._place(self.device)
-            except BaseException:  # the memory of the device ended halfway
-                self._leave()
-                raise
 
     def _leave(self) -> None:
         if not self._on_device:

@@ -221,17 +221,18 @@ class TextEncoders:
         Raises:
             RuntimeError: a prompt that is not cached after `cache_and_release`.
         """
-        rows = self._rows(prompts)
+        rows = self.rows(prompts)
         stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         return {name: t if name in on_host else t.to(self.device) for name, t in stacked.items()}
 
-    def of(self, prompt: str) -> dict[str, Tensor]:
-        """Tensors of a prompt by name, on the CPU and without a batch dimension.
+    def rows(self, prompts: Sequence[Hashable]) -> list[dict[str, Tensor]]:
+        """Tensors of each prompt by name, on the CPU and without a batch dimension.
 
         Raises:
             RuntimeError: as `encode`.
         """
-        return self._rows([prompt])[0]
+        with self.placement.kept_on_device():  # those that wait on the CPU are moved once, and only if one is missing
+            return self._cache.get_all(prompts, partial(map, self._encode))
 
     def cache_and_release(self, prompts: Sequence[str]) -> None:
         """Encode these prompts now and keep them, then drop the encoders: only cached prompts can be encoded from now
@@ -246,13 +247,13 @@ class TextEncoders:
         self._cache.capacity = max(self._cache.capacity, len(different) + len(self._cache))
         with self.placement.kept_on_device():
             self._require_gain(different)
-            self._rows(different)
+            self.rows(different)
         self.encoders.clear()
         self.placement.networks.clear()
 
     def _require_gain(self, prompts: Sequence[str]) -> None:
         freed = self._weights()
-        taken = sum(t.nbytes for t in self.of(prompts[0]).values()) * len(prompts) if prompts else 0
+        taken = sum(t.nbytes for row in self.rows(prompts[:1]) for t in row.values()) * len(prompts)
         if taken > max(freed, _LITTLE):
             raise ConfigError(
                 f"model.free_text_encoders: given true, but {len(prompts)} prompts take {taken / 1e9:.1f} GB in each "
@@ -263,10 +264,6 @@ class TextEncoders:
     def _weights(self) -> int:
         """Bytes of the encoders."""
         return sum(p.nbytes for encoder in self.encoders.values() for p in encoder.model.parameters())
-
-    def _rows(self, prompts: Sequence[Hashable]) -> list[dict[str, Tensor]]:
-        with self.placement.kept_on_device():  # those that wait on the CPU are moved once, and only if one is missing
-            return self._cache.get_all(prompts, partial(map, self._encode))
 
     @torch.no_grad()
     def _encode(self, prompt: Any) -> dict[str, Tensor]:

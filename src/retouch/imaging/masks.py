@@ -58,18 +58,12 @@ class MaskReading:
     doubt: str | None = None
 
 
-def read_mask(image: Image.Image, name: str, *, invert: bool = False) -> tuple[Image.Image, str]:
-    """A 0/255 mask of mode "L" from `mask_levels`, and its channel.
+def read_mask(image: Image.Image, name: str, *, invert: bool = False) -> MaskReading:
+    """A 0/255 mask of mode "L" from `mask_levels`, its channel, and a doubt about the file if there is one.
 
     Raises:
         ImageProblem: the mask is empty (nothing to repaint) or full (nothing to keep).
     """
-    reading = mask_reading(image, name, invert=invert)
-    return reading.mask, reading.channel
-
-
-def mask_reading(image: Image.Image, name: str, *, invert: bool = False) -> MaskReading:
-    """As `read_mask`, with a doubt about the file if there is one."""
     values, channel = mask_levels(image)
     masked = (values >= MASK_THRESHOLD) != invert
     share = float(masked.mean())
@@ -80,8 +74,7 @@ def mask_reading(image: Image.Image, name: str, *, invert: bool = False) -> Mask
         hint = f"paint the area to repaint {paint}, the rest {rest} (data.invert_mask={str(invert).lower()})"
         raise ImageProblem(f"{name}: the mask ({seen}) is {what}; {hint}")
     mask = Image.fromarray(masked.astype(np.uint8) * 255, "L")
-    doubt = MAY_BE_INVERTED if not invert and may_be_inverted(mask, channel) else None
-    return MaskReading(mask, channel, doubt or _photograph(values, channel))
+    return MaskReading(mask, channel, _doubt(values, masked, channel, invert))
 
 
 MAY_BE_INVERTED = (
@@ -101,15 +94,20 @@ _FAR_SHARE = 0.6
 blurred by a tenth of its size has .5."""
 
 
-def _photograph(values: Pixels, channel: str) -> str | None:
-    """The doubt about a mask with the levels of a photograph: many, and most pixels far from two of them."""
+def _doubt(values: Pixels, masked: NDArray[np.bool_], channel: str, invert: bool) -> str | None:
+    """The doubt about a mask [H, W] that was read from such levels."""
+    # An image with an erased region is opaque (repaint) at most of its border; that of a painted layer is transparent.
+    edge = np.concatenate([masked[0], masked[-1], masked[1:-1, 0], masked[1:-1, -1]])
+    if channel == "alpha" and not invert and edge.mean() > 0.5:
+        return MAY_BE_INVERTED
+    # A photograph has many levels, and most of its pixels are far from two of them.
     counts = np.bincount(values.ravel(), minlength=256)
     levels = int((counts > 0).sum())
     if levels <= _FEW_LEVELS:
         return None
-    kept, masked = _far_from_median(counts[:MASK_THRESHOLD]), _far_from_median(counts[MASK_THRESHOLD:])
+    dark, light = _far_from_median(counts[:MASK_THRESHOLD]), _far_from_median(counts[MASK_THRESHOLD:])
     # red paint lies on a photograph; it is of one colour, and what is red in a photograph is not
-    far = masked / counts[MASK_THRESHOLD:].sum() if channel == "red" else (kept + masked) / counts.sum()
+    far = light / counts[MASK_THRESHOLD:].sum() if channel == "red" else (dark + light) / counts.sum()
     if far <= _FAR_SHARE:
         return None
     return (
@@ -122,14 +120,6 @@ def _far_from_median(counts: NDArray[np.int64]) -> int:
     """The pixels whose level is further than `_PLATEAU` from the median level, of a histogram."""
     median = int(np.searchsorted(np.cumsum(counts), counts.sum() / 2))
     return int(counts.sum() - counts[max(0, median - _PLATEAU) : median + _PLATEAU + 1].sum())
-
-
-def may_be_inverted(mask: Image.Image, channel: str) -> bool:
-    """Whether a mask read from alpha (opaque = repaint) looks like an image with an erased region: most of its border
-    is opaque. The border of a painted layer is transparent."""
-    inside = np.asarray(mask) >= MASK_THRESHOLD
-    edge = np.concatenate([inside[0], inside[-1], inside[1:-1, 0], inside[1:-1, -1]])
-    return channel == "alpha" and bool(edge.mean() > 0.5)
 
 
 def box_mask(box: Box, size: tuple[int, int]) -> Image.Image:

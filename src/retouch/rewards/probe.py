@@ -76,7 +76,7 @@ def item_of(
         id=0,
         prompt=prompt,
         image=np.asarray(to_rgb(open_image(image))),
-        mask=np.asarray(read_mask(open_image(mask), str(mask))[0]) if mask else None,
+        mask=np.asarray(read_mask(open_image(mask), str(mask)).mask) if mask else None,
         source=np.asarray(to_rgb(open_image(source))) if source else None,
         reference=np.asarray(to_rgb(open_image(reference))) if reference else None,
     )

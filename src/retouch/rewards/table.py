@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from retouch.rewards.protocol import CheckedScorer, RewardBackend, RewardItem, S
 from retouch.rewards.scorers.judge_budget import Budget, share_budgets
 from retouch.rewards.server.launch import LocalServer
 from retouch.rewards.views import View, viewed
-from retouch.types import Gate, Outcome, Place, Score, Scores
+from retouch.types import Failure, Gate, Outcome, Score
 
 if TYPE_CHECKING:
     from retouch.rewards.client.config import RewardClientConfig
@@ -47,6 +48,116 @@ _PATIENCE_S = 60.0
 
 Gather = Callable[[Sequence[Any]], list[Any]]
 """Gathers the objects of every process into one list; every process must call it."""
+
+NOT_FINITE = Failure("bad_item", "the sample contains NaN or Inf")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where entries are scored together, on one view of the images.
+
+    Attributes:
+        where: addresses, or OWN_PROCESS or AUTO_SERVER.
+        kind: "counts", "logged" (weight 0) or "gold".
+        devices: of this process or of the server of `url: auto`; () for other servers.
+    """
+
+    where: tuple[str, ...]
+    view: View
+    kind: str
+    devices: Devices = ()
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The rewards of a batch of N images by name, and their weights in `combined`. Those that `RewardTable.submit`
+    returns are pending: `result` waits for their outcomes.
+
+    Attributes:
+        outcomes: name -> N outcomes; empty while they are pending.
+        weights: name -> weight; order is that of the run file.
+        items: what was scored; stays, to be submitted again after an outage.
+        broken: indices of images with NaN or Inf, all of whose rewards have failed. No scorer receives them: one that
+            compares a group would count them as opponents.
+        parts: place -> the outcomes that are computed there, by name; empty if nothing is pending.
+        places: name -> the place where a pending reward is computed.
+        gates: name -> the gate that `result` applies.
+    """
+
+    outcomes: Mapping[str, Sequence[Outcome]]
+    weights: Mapping[str, float]
+    items: Sequence[RewardItem] = field(default=(), repr=False)
+    broken: Collection[int] = ()
+    parts: Mapping[Place, Future[dict[str, list[Outcome]]]] = field(default_factory=dict[Any, Any])
+    places: Mapping[str, Place] = field(default_factory=dict[str, Any])
+    gates: Mapping[str, Gate] = field(default_factory=dict[str, Any])
+
+    def __len__(self) -> int:
+        return len(next(iter(self.outcomes.values()), self.items))
+
+    @property
+    def weighted_futures(self) -> list[Future[dict[str, list[Outcome]]]]:
+        """Pending outcomes of rewards that train; the others delay nothing."""
+        return [future for place, future in self.parts.items() if place.kind == "counts"]
+
+    def wait(self) -> None:
+        """Wait for the rewards that train."""
+        for future in self.weighted_futures:
+            future.result()
+
+    def result(self, until: float | None = None) -> Scores:
+        """Wait for all rewards and apply the gates.
+
+        Args:
+            until: a moment of `time.monotonic`: rewards that are only logged and are not in by then are failures. None
+                waits for them too.
+        """
+        if not self.parts:
+            return self
+        self.wait()
+        done = {
+            place: future.result() if place.kind == "counts" else self._logged(place, future, until)
+            for place, future in self.parts.items()
+        }
+        columns = {name: list(done[place][name]) for name, place in self.places.items()}
+        for column in columns.values():
+            for row in sorted(self.broken):
+                column.insert(row, NOT_FINITE)
+        gated = {
+            name: [gate.apply(*pair) for pair in zip(columns[name], columns[gate.reward], strict=True)]
+            for name, gate in self.gates.items()
+        }  # the value of a gate itself is not gated
+        return replace(self, outcomes=columns | gated, parts={})
+
+    def _logged(
+        self, place: Place, future: Future[dict[str, list[Outcome]]], until: float | None
+    ) -> dict[str, list[Outcome]]:
+        try:
+            return future.result(None if until is None else max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            if future.done():  # just in time, or the scorer itself raised TimeoutError
+                return future.result()
+            future.cancel()
+            late = Failure("deadline", "not in reward_client.logged_wait_s after the rewards that count", True)
+            asked = len(self.items) - len(self.broken)
+            return {name: [late] * asked for name, other in self.places.items() if other == place}
+
+    def values(self, name: str) -> list[float | None]:
+        """One reward; None where it failed."""
+        return [o.value if isinstance(o, Score) else None for o in self.outcomes[name]]
+
+    def combined(self) -> list[float | None]:
+        """sum of weight * value over the rewards; None where any of them failed. One of weight 0 is only logged."""
+        columns = [(self.weights[name], self.values(name)) for name in self.outcomes if self.weights[name]]
+        totals: list[float | None] = []
+        for i in range(len(self)):
+            parts = [weight * value for weight, column in columns if (value := column[i]) is not None]
+            totals.append(sum(parts) if len(parts) == len(columns) else None)
+        return totals
+
+    def failures(self) -> list[tuple[str, Failure]]:
+        """Every failure with the name of its reward."""
+        return [(name, o) for name, column in self.outcomes.items() for o in column if isinstance(o, Failure)]
 
 
 class RewardTable:

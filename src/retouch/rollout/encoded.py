@@ -75,7 +75,7 @@ class EncodedData:
         return other
 
     def examples(self, positions: Sequence[int]) -> list[Example]:
-        return [self._examples.get(p, self._read) for p in positions]
+        return self._examples.get_all(positions, partial(map, self._read))
 
     def read_ahead(self, positions: Sequence[int]) -> None:
         """Begin to read these examples in threads that end with it, and forget what else was read ahead.
@@ -121,8 +121,7 @@ class EncodedData:
         """
         cache = self._images[role]
         with self.clock.part("vae"), self.model.encoding():
-            rows = [cache.get(p, partial(self._encode_image, role)) for p in positions]
-            return torch.cat(rows).to(device)
+            return torch.cat(cache.get_all(positions, partial(map, partial(self._encode_image, role)))).to(device)
 
     def _rows(self, positions: Sequence[int], uncaptioned: Sequence[bool] | None) -> list[Condition]:
         keys = list(zip(positions, uncaptioned or [False] * len(positions), strict=True))
@@ -134,14 +133,14 @@ class EncodedData:
         return self.data[position] if ahead is None else ahead.result()
 
     def _encode(self, position: int, uncaptioned: bool) -> Condition:
-        example = self._examples.get(position, self._read)
+        [example] = self.examples([position])
         if uncaptioned:
             example = replace(example, prompt=self.model.spec.empty_prompt, embedding_path=None)
         condition = self.model.encode([example], self.guidance_scale)
         return (condition.without_negative() if self.conditional else condition).to("cpu")
 
     def _encode_image(self, role: Role, position: int) -> Tensor:
-        example = self._examples.get(position, self._read)
+        [example] = self.examples([position])
         image = getattr(example, role)
         if image is None:
             raise ValueError(f"example {example.id} has no {role} image")

@@ -82,9 +82,6 @@ class StepPlan:
             self._placed[device] = times, self.schedule.level(times)
         return self._placed[device]
 
-    def is_stochastic(self, step: int) -> bool:
-        return self.first <= step < self.first + self.stochastic
-
     def mean_std(self, x: Tensor, prediction: Tensor, level: Tensor, level_next: Tensor) -> tuple[Tensor, Tensor]:
         """The Gaussian of the rule over the next states of x [B, ...] at levels [B].
 

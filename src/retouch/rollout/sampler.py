@@ -71,7 +71,7 @@ def sample(
             recorded = plan.first <= i < plan.first + plan.trained
             if recorded and not states:
                 states.append(x)
-            if plan.is_stochastic(i):
+            if plan.first <= i < plan.first + plan.stochastic:
                 mean, std = transition(model, network, plan, x, step, condition)
                 x = mean + std.reshape(-1, 1, 1, 1) * fresh[i - plan.first]
                 if recorded:

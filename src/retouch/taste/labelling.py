@@ -240,7 +240,7 @@ def outline(image: VotedImage) -> bytes:
     """The edge of a mask, on nothing."""
     if image.mask is None:
         raise ImageProblem("no mask")
-    mask, _ = read_mask(open_image(image.mask), str(image.mask))
+    mask = read_mask(open_image(image.mask), str(image.mask)).mask
     wide = 2 * max(1, round(max(mask.size) / 400)) + 1
     edge = np.asarray(mask.filter(ImageFilter.MaxFilter(wide))) > np.asarray(mask)
     drawn = np.zeros((*edge.shape, 4), np.uint8)

@@ -74,7 +74,7 @@ def encode(image: VotedImage, encoder: Extractor) -> np.ndarray[Any, Any]:
     """[D] features of an image and its mask."""
     mask = None
     if image.mask is not None:
-        read, _ = read_mask(open_image(image.mask), str(image.mask))
+        read = read_mask(open_image(image.mask), str(image.mask)).mask
         mask = np.asarray(read)
     pixels = np.asarray(to_rgb(open_image(image.image)))
     with torch.no_grad():

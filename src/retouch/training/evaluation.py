@@ -47,7 +47,7 @@ from retouch.observe.plateau import lacking_after, trend
 from retouch.observe.run_dir import read_metrics
 from retouch.observe.settings import alike_after
 from retouch.observe.transfer import transfers
-from retouch.rewards.table import RewardTable
+from retouch.rewards.table import RewardTable, Scores
 from retouch.rollout.encoded import encoded_ahead
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
@@ -62,7 +62,7 @@ from retouch.training.scoring import (
     settle,
     without_strip,
 )
-from retouch.types import DiffusionModel, Example, Outcome, Score, Scores
+from retouch.types import DiffusionModel, Example, Outcome, Score
 
 if TYPE_CHECKING:
     from retouch.config import RunConfig

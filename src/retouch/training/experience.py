@@ -45,7 +45,7 @@ from retouch.engine import Engine
 from retouch.errors import ConfigError, code_place
 from retouch.observe.grids import grid
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.table import Gather, RewardTable
+from retouch.rewards.table import Gather, RewardTable, Scores
 from retouch.rollout.sampler import broken_rows, objective_region, sample, to_uint8
 from retouch.training.build import Run
 from retouch.training.dealing import evenly_dealt
@@ -65,7 +65,7 @@ from retouch.training.scoring import (
     without_strip,
 )
 from retouch.training.session import Session
-from retouch.types import Scores, Trajectory
+from retouch.types import Trajectory
 
 LOOK_S = 1.0
 """Seconds between two looks at requests to stop, while rewards are computed."""
@@ -137,12 +137,11 @@ def collect(session: Session, algorithm: AdvantageConfig, policy: str | None = N
     """
     experience, scores, rewards = rewarded_samples(session, algorithm, policy)
     advantages, counts = advantages_of(algorithm, rewards, session.run.engine.gather_list)
-    own = own_rows(session.run.engine, rewards)
-    experience.advantages, experience.counts_in_loss = advantages[own], counts[own]
+    experience.advantages, experience.counts_in_loss = advantages[rewards.own], counts[rewards.own]
     if any(entry.gradient_weight for entry in session.config.rewards.values()):
         rows = (experience.position, experience.latents[:, -1], experience.counts_in_loss)
         experience.gradient = scaled_reward_gradients(
-            session, algorithm, items_by_row(rewards.padding[own], scores), *rows
+            session, algorithm, items_by_row(rewards.padding[rewards.own], scores), *rows
         )
     return evenly_dealt(session.run.engine, experience, counts, session.shared_steps)
 
@@ -235,7 +234,7 @@ def sample_groups(session: Session, algorithm: RlConfig, examples: Sequence[int]
     batches = [rank_slots(list(examples[i : i + groups]), *share) for i in range(0, len(examples), groups)]
     slots = [slot for batch in batches for slot in batch]
     # all encoding before any scoring, which may run on the same CPU
-    run.encoded.conditions(sorted({slot.example for slot in slots}), run.engine.device)
+    run.encoded.encode(sorted({slot.example for slot in slots}))
     recorded: list[Experience] = []
     pending: list[Scores] = []
     for number, batch in enumerate(batches, session.progress.epoch * rollout.batches_per_epoch):
@@ -356,13 +355,8 @@ def gathered(engine: Engine, table: RewardTable, slots: Sequence[Slot], scores: 
     weights = torch.tensor([table.weights[name] for name in table.trained], dtype=torch.float64)
     std = torch.tensor([entry.min_group_std for entry in entries], dtype=torch.float64)
     by_win_rate = torch.tensor([entry.transform == "win_rate" for entry in entries], dtype=torch.bool)
-    return RewardRows(table.trained, values, valid, weights, example_index, index, padding, std, by_win_rate)
-
-
-def own_rows(engine: Engine, rewards: RewardRows) -> slice:
-    """The rows of this process among those of all, of which each has as many."""
-    n = len(rewards.padding) // engine.world_size
-    return slice(engine.rank * n, (engine.rank + 1) * n)
+    own = slice(engine.rank * len(slots), (engine.rank + 1) * len(slots))
+    return RewardRows(table.trained, values, valid, weights, example_index, index, padding, std, by_win_rate, own)
 
 
 def items_by_row(padding: Tensor, scores: Sequence[Scores]) -> list[RewardItem | None]:

@@ -27,6 +27,8 @@ class Loop:
     Attributes:
         size: rows of a forward in training.
         supervised_steps: number of the steps before RL; all steps of SFT.
+        shared_steps: steps of a pass over an epoch to which all processes deal their rows together (`shared_batches`);
+            1 where each process deals its own.
         log_ratio: largest |log ratio| of what the sampler recorded in this epoch, if the record was replaced.
         resumed_epoch: the rows of the epoch under way come from a checkpoint inside it.
     """
@@ -42,6 +44,9 @@ class Loop:
         )
         self.recorder = Recorder(run, self.progress, self.size, self.stops)
         self.supervised_steps = run.config.algorithm.supervised_steps(run.config)
+        passes = getattr(run.config.algorithm, "inner_epochs", 1)
+        together = run.config.optimizer.global_batch_size
+        self.shared_steps = run.derived.optimizer_steps_per_epoch // passes if together else 1
         self.log_ratio = 0.0
         self.resumed_epoch = False
         self._resumed_rows: dict[str, Tensor] | None = None
@@ -87,7 +92,8 @@ class Loop:
         Args:
             rows: a dataclass of tensors [n, ...]; kept in checkpoints inside the epoch.
         """
-        progress, counts = self.progress, rows.counts_in_loss
+        progress, optimizer, before = self.progress, self.config.optimizer, self.supervised_steps
+        counts = rows.counts_in_loss
         steps, inner = self.run.derived.optimizer_steps_per_epoch, self.config.algorithm.inner_epochs  # type: ignore[union-attr]
         batches = step_batches(len(counts), self.config.seed, progress.epoch, inner, steps, rows.optimizer_step)
         for batch in batches[progress.step_in_epoch :]:
@@ -99,7 +105,7 @@ class Loop:
                 self.size,
                 batch,
                 self.run.engine.sum(counts[batch].sum()),
-                self._rl_learning_rate(),
+                learning_rate(optimizer, optimizer.lr, progress.step - before, self.config.training.max_steps - before),
                 data=self.run.data,
                 positions=rows.position[batch].tolist(),
                 seeds=rows.seed[batch].tolist(),
@@ -127,11 +133,12 @@ class Loop:
             images: of each example.
         """
         optimizer, progress, engine = self.config.optimizer, self.progress, self.run.engine
+        before = self.supervised_steps if lr is None else 0
         rows = torch.arange(optimizer.rows_per_device(engine.world_size), dtype=torch.int64)
         normalizer = torch.tensor(float(len(rows) * engine.world_size), dtype=torch.float32)
         global_rows = range(engine.rank * len(rows), (engine.rank + 1) * len(rows))
         while progress.step < until:
-            rate = self._rl_learning_rate() if lr is None else learning_rate(optimizer, lr, progress.step, until)
+            rate = learning_rate(optimizer, optimizer.lr if lr is None else lr, progress.step - before, until - before)
             positions = self._positions(data.data, progress.step, global_rows)
             following = self._positions(data.data, progress.step + 1, global_rows) if progress.step + 1 < until else []
             data.read_ahead([*positions, *following])
@@ -187,24 +194,8 @@ class Loop:
         self.recorder.event("stopped", requested.reason)
         raise Stopped(requested.message(self.progress.step), code=requested.exit_code)
 
-    # --- derived numbers ---
-
-    @property
-    def shared_steps(self) -> int:
-        """Steps of a pass over an epoch to which all processes deal their rows together (`shared_batches`); 1 where
-        each process deals its own."""
-        inner = getattr(self.config.algorithm, "inner_epochs", 1)
-        return self.run.derived.optimizer_steps_per_epoch // inner if self.config.optimizer.global_batch_size else 1
-
     def _positions(self, data: Dataset, step: int, global_rows: range) -> list[int]:
         """Positions in `data` of this process's rows of a step."""
         count = len(global_rows) * self.run.engine.world_size
         of_all = batch_examples(len(data), count, self.config.seed, step, data.counted_shapes)
         return of_all[global_rows.start : global_rows.stop]
-
-    def _rl_learning_rate(self) -> float:
-        """Learning rate of the next step of the RL phase."""
-        optimizer, before = self.config.optimizer, self.supervised_steps
-        return learning_rate(
-            optimizer, optimizer.lr, self.progress.step - before, self.config.training.max_steps - before
-        )

@@ -23,8 +23,8 @@ from torch import Tensor
 from retouch.errors import ConfigError, FailureRateExceeded, RewardOutage
 from retouch.rewards.addresses import TOKEN_VARIABLE, start_servers
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.table import RewardTable
-from retouch.types import Example, Failure, Outcome, Score, Scores
+from retouch.rewards.table import RewardTable, Scores
+from retouch.types import Example, Failure, Outcome, Score
 
 if TYPE_CHECKING:
     from retouch.rewards.client.config import RewardClientConfig

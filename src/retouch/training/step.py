@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from retouch.config.derived import forward_precision, parts_per_forward, spans
+from retouch.config.derived import forward_precision, parts_per_forward
 from retouch.engine import Diverged, OutOfMemory
 from retouch.errors import first_line, fitting
 from retouch.observe import Metrics
@@ -106,8 +106,8 @@ class ForwardSize:
         Args:
             count: of these of a row; `optimizer.steps_per_forward` of them are in a forward.
         """
-        pieces = spans(count, self.parts_per_forward)
-        return [(chunk, piece) for chunk in self.chunks(rows) for piece in pieces]
+        starts, size = range(0, count, self.parts_per_forward), self.parts_per_forward
+        return [(chunk, range(count)[i : i + size]) for chunk in self.chunks(rows) for i in starts]
 
     def _as_many_steps(self, rows: int) -> str:
         """The setting that keeps the steps in a forward, where `steps_per_forward: auto` would take more for fewer

@@ -30,9 +30,9 @@ from retouch.rewards.client.revisions import without_fingerprints
 from retouch.rewards.devices import own_device
 from retouch.rewards.golden import golden_items
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.table import RewardTable
+from retouch.rewards.table import RewardTable, Scores
 from retouch.training.scoring import item_of, summary, wait_for_rewards
-from retouch.types import Example, Failure, Outcome, Scores
+from retouch.types import Example, Failure, Outcome
 from retouch.use.comparison import scored_here
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
     sections = datasets(config)
     with model.encoding():  # the networks are moved to the device once
         for prompt in [*(prompt for data in sections for prompt in data.prompts), *given.fixed_prompts]:
-            cache.add_text(prompt, model.texts().of)
+            cache.add_text(prompt, lambda missing: model.texts().rows([missing])[0])
     model.text = TextEncoders({}, device, stored=cache)  # they are not beside the networks for images, nor in memory
     with model.encoding():
         for example in (example for data in sections for example in data):

@@ -54,7 +54,7 @@ def masks_of(files: Sequence[ImageFile], size: tuple[int, int], invert: bool) ->
         ConfigError: a mask of another size than the image.
         ImageProblem: a mask that is empty or full.
     """
-    masks = [read_mask(open_image(file), str(file), invert=invert)[0] for file in files]
+    masks = [read_mask(open_image(file), str(file), invert=invert).mask for file in files]
     for file, mask in zip(files, masks, strict=True):
         if mask.size != size:
             raise ConfigError(

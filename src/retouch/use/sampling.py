@@ -94,7 +94,7 @@ def inputs_for_votes(out: Path, item: ItemFiles, section: DataSection) -> dict[s
     if item.mask_path is not None:
         found["mask"] = item.mask_path
         if inverted or not isinstance(item.mask_path, Path):
-            found["mask"], _ = read_mask(open_image(item.mask_path), str(item.mask_path), invert=inverted)
+            found["mask"] = read_mask(open_image(item.mask_path), str(item.mask_path), invert=inverted).mask
     for name, image in found.items():
         if isinstance(image, Image.Image):
             digest = hashlib.sha256(f"{image.size}".encode() + image.tobytes()).hexdigest()[:12]
@@ -221,7 +221,7 @@ def into_source(
     """Composite a generated image into the `box` of the source of an item, inside the item's mask only."""
     assert item.mask_path is not None
     invert = item.inverts_mask(section.image_options)
-    mask, _ = read_mask(open_image(item.mask_path), str(item.mask_path), invert=invert)
+    mask = read_mask(open_image(item.mask_path), str(item.mask_path), invert=invert).mask
     scaled = image.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.LANCZOS)
     return source.composite(scaled, box, np.asarray(mask), feather)
 

@@ -69,7 +69,7 @@ def surrogate(
     recorded = experience.spanned("log_probs", rows, span).to(device)
     log_prob, old_log_prob = now.log_prob, step.old_policy_values(now.log_prob, recorded)
     step_weight, kl_exceeded = now.relative_std, None
-    if algorithm.records_means:
+    if run.plans.records_means:
         old_mean = step.old_policy_values(now.mean, experience.spanned("means", rows, span).to(device))
         if algorithm.kl_mask_threshold is not None:
             kl_exceeded = gaussian_kl(now.mean.detach(), old_mean, now.std, now.region) > algorithm.kl_mask_threshold

@@ -37,7 +37,7 @@ from retouch.rewards.protocol import RewardItem
 from retouch.rollout.sampler import objective_region
 from retouch.training.build import Run
 from retouch.training.dealing import evenly_dealt
-from retouch.training.experience import items_by_row, own_rows, rewarded_samples
+from retouch.training.experience import items_by_row, rewarded_samples
 from retouch.training.pixel_gradients import divisor, latent_gradient, refuse_lost_gradients, region_rms
 from retouch.training.session import Session
 from retouch.training.step import Step
@@ -145,9 +145,8 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
     """
     run, engine = session.run, session.run.engine
     samples, scores, rewards = rewarded_samples(session, algorithm, None)
-    own = own_rows(engine, rewards)
-    usable, states = rewards.usable[own], samples.latents  # [n, S + 1, C, h, w]
-    items = items_by_row(rewards.padding[own], scores)
+    padding, usable = rewards.padding[rewards.own], rewards.usable[rewards.own]
+    states, items = samples.latents, items_by_row(padding, scores)  # [n, S + 1, C, h, w]
     trained = [trained_denoising_steps(algorithm, run.config.rollout.num_steps, seed) for seed in samples.seed.tolist()]
     steps = torch.tensor(trained, dtype=torch.int64)
     gradient = torch.zeros(*steps.shape, *states.shape[2:], dtype=torch.float32)
@@ -164,7 +163,7 @@ def collect(session: Session, algorithm: RewardGradientConfig) -> TrainedSteps:
                 usable[i] = False
             else:
                 gradient[i], coefficient[i] = found
-    refuse_lost_gradients(session, int((~rewards.padding[own]).sum()), failures)
+    refuse_lost_gradients(session, int((~padding).sum()), failures)
     rows = TrainedSteps(
         position=samples.position.repeat_interleave(steps.shape[1]),
         seed=samples.seed.repeat_interleave(steps.shape[1]),

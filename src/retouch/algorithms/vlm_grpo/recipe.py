@@ -41,6 +41,7 @@ from retouch.engine.saved import sound_state
 from retouch.engine.zero import note_compiling
 from retouch.observe.bar import Work
 from retouch.observe.run_dir import read_metrics
+from retouch.rewards.table import Scores
 from retouch.training.opening import log_header, open_run
 from retouch.training.resume import (
     evaluation_stands,
@@ -57,7 +58,6 @@ from retouch.training.scoring import (
     refuse_failures,
     tally_of,
 )
-from retouch.types import Scores
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,11 @@ from retouch.families.qwen.base import NEGATIVE
 from retouch.observe.grids import grid
 from retouch.observe.timing import Stopwatch
 from retouch.rewards.protocol import RewardItem
+from retouch.rewards.table import Scores
 from retouch.rollout.sampler import broken_rows, to_uint8
 from retouch.training.evaluation import Evaluation, measures
 from retouch.training.scoring import items_of, settle
-from retouch.types import Example, Outcome, Score, Scores
+from retouch.types import Example, Outcome, Score
 
 KEPT_NEGATIVES = 64
 """Source images whose negative prompt's states are cached; a few MB each at released sizes."""

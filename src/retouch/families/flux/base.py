@@ -92,7 +92,7 @@ class FluxModel(FamilyModel):
                     f"a width of {width}; encode the prompt with the T5 of this model"
                 )
             if row.keys() != {"text", "pooled"}:
-                made = self.texts().of(example.prompt)
+                [made] = self.texts().rows([example.prompt])
                 if "text" in row and "text" in made and row["text"].shape != made["text"].shape:
                     raise ModelFilesError(
                         f"{example.embedding_path}: prompt_embeds of {tuple(row['text'].shape)}, but the model makes "
