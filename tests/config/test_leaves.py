@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tools.config_reference import descriptions
 
+from retouch.benchmarks import BENCHMARKS
+from retouch.benchmarks.base import Benchmark
 from retouch.config import RunConfig
+from retouch.config.reads import reads_of
+from retouch.data.base import DataSection
+from retouch.data.formats import FORMATS
 from retouch.rewards import REWARDS
 from retouch.rewards.base import RewardEntry
 
 from .conftest import REPOSITORY
-from .leaves import Leaf, attribute_reads, leaves
+from .leaves import Leaf, attribute_reads, guarded_reads, leaves
 
 READ_AS_A_WHOLE = {
     "VlmGrpoConfig.trl": "option by option, by TRL's own classes",
@@ -100,6 +107,55 @@ def test_options_of_a_scorer_are_read_in_its_own_file(name: str) -> None:
         owner = next(kind for kind in entry.__mro__ if option in kind.__annotations__)
         source = Path(inspect.getfile(owner)).read_text(encoding="utf-8")
         assert option in attribute_reads(source, lambda function: function in validators), option
+
+
+READ_IN_EVERY_BRANCH = {
+    "threads": "by every engine of a text recogniser",
+    "complexity": "of each item that belongs to the part of the data",
+}
+"""Option -> why it is read whatever the option is that its reads stand beside."""
+
+SHARED = (RewardEntry, DataSection, Benchmark)
+"""Sections whose options are read all over the package."""
+
+
+@pytest.mark.parametrize("kinds", [REWARDS, FORMATS, BENCHMARKS], ids=["rewards", "formats", "benchmarks"])
+def test_an_option_that_is_read_only_beside_others_declares_it(kinds: Any) -> None:
+    """Without the declaration it would be accepted, and change nothing, wherever they have other values."""
+    undeclared = set[str]()
+    for kind in map(kinds.__getitem__, kinds):
+        rules = kind.__pydantic_decorators__.model_validators.keys()
+        for owner in takewhile(lambda part: part not in SHARED, kind.__mro__):
+            own = vars(owner).get("__annotations__", {}).keys() - {*reads_of(kind), *READ_IN_EVERY_BRANCH}
+            sources = "".join(Path(file).read_text(encoding="utf-8") for file in {*map(inspect.getfile, (owner, kind))})
+            beside = guarded_reads(sources, frozenset(kind.model_fields), frozenset(rules))
+            undeclared |= {f"{owner.__name__}.{option}" for option in own if beside.get(option)}
+    assert undeclared == set()
+
+
+def test_what_guards_a_read() -> None:
+    source = """
+class A:
+    def make(self):
+        if self.options.url is not None:
+            return self._served()
+        return self.network if self.kind == "network" else self.size and self.margin
+
+    def _served(self):
+        return self.timeout
+
+    def check(self):
+        self.timeout
+"""
+    found = guarded_reads(source, {"url", "timeout", "kind", "network", "size", "margin"}, {"check"})
+    assert found == {
+        "url": frozenset(),
+        "timeout": {"url"},
+        "kind": {"url"},
+        "network": {"url", "kind"},
+        "size": {"url", "kind"},
+        "margin": {"url", "kind", "size"},
+    }
 
 
 def test_every_option_says_what_it_is() -> None:

@@ -195,3 +195,25 @@ def test_columns_of_evaluations_are_the_refused_names() -> None:
     row = dict.fromkeys([*COLUMNS, "ocr"], 0.5)
     assert Evaluation([row], []).means().keys() - COLUMNS == {"ocr"}
     assert {*FACETS} <= COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("rewards", "line"),
+    [
+        ("style: {gate: 0.0, threads: 2}", "rewards.style.threads: given 2, but gate is 0: nothing is read"),
+        ("geneval: {timeout_s: 9}", "rewards.geneval.timeout_s: given 9, but detector_url is not set"),
+        (
+            "geneval: {detector_url: 'http://127.0.0.1:1', detector: d}",
+            "rewards.geneval.detector: given 'd', but the server of detector_url has networks of its own",
+        ),
+        (
+            "mine: {scorer: mmmg, model: m, reader: paddleocr}",
+            "rewards.mine.reader: given 'paddleocr', but readability is not sam2",
+        ),
+    ],
+)
+def test_options_of_a_scorer_that_nothing_reads_are_warned_of(
+    rewards: str, line: str, run_with: Callable[..., RunConfig]
+) -> None:
+    """Runs of earlier versions may have them."""
+    assert any(told.startswith(line) for told in warnings_of(run_with(f"rewards={{{rewards}}}")))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 from retouch.config.reads import Reading, require_read_beside
 
@@ -27,6 +27,19 @@ MOST_IMAGES = 1000
 ImageCount = Annotated[int, Field(ge=1, le=MOST_IMAGES)]
 SolverSteps = Annotated[int, Field(ge=1, le=1000)]
 Text = Annotated[str, Field(min_length=1)]
+
+
+def containing(mark: str, what: str) -> AfterValidator:
+    """Annotation of a text that must contain a placeholder, for `what`."""
+
+    def checked(text: str) -> str:
+        if mark not in text:
+            raise ValueError(f"given {text!r}; it must contain {mark}, the place of {what}")
+        return text
+
+    return AfterValidator(checked)
+
+
 Name = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 

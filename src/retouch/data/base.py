@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args
 
 from pydantic import (
-    AfterValidator,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
 )
 
-from retouch.config.base import Count, Section
+from retouch.config.base import Count, Section, containing
 from retouch.config.errors import explain
 from retouch.config.reads import ReadBy, ReadIf, ReadIn
 from retouch.data.buckets import Buckets, Shape
@@ -123,13 +122,7 @@ Side = Annotated[int, Field(ge=1, le=16384)]
 """Pixels."""
 
 
-def _has_text(template: str) -> str:
-    if "{text}" not in template:
-        raise ValueError(f"given {template!r}; it must contain {{text}}, the place of the text to write")
-    return template
-
-
-Template = Annotated[str, AfterValidator(_has_text)]
+Template = Annotated[str, containing("{text}", "the text to write")]
 """A prompt with a place for the text to write."""
 
 

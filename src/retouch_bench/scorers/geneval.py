@@ -19,6 +19,7 @@ from PIL import Image
 from pydantic import model_validator
 
 from retouch.config.base import Names, Positive, Text
+from retouch.config.reads import ReadIf
 from retouch.errors import ConfigError, RewardOutage
 from retouch.files import plain_json
 from retouch.rewards.addresses import base_url, is_local
@@ -46,6 +47,17 @@ if TYPE_CHECKING:
     from retouch_bench.scorers.geneval_networks import Networks
 
 
+OWN_NETWORKS = ReadIf(
+    "without `detector_url`",
+    lambda own: own.detector_url is None,
+    "but the server of detector_url has networks of its own; leave {name} out",
+    warns=True,
+)
+SERVED = ReadIf(
+    "with `detector_url`", lambda own: own.detector_url, "but detector_url is not set; leave timeout_s out", warns=True
+)
+
+
 class GenEvalReward(RewardEntry):
     """GenEval (arXiv 2310.11513): 1 if a detector finds what the prompt names, in number, colour and place, and 0 if
     not; or the partial credit of Flow-GRPO. Needs `metadata.tag` and `metadata.include`. The networks of this process
@@ -59,14 +71,14 @@ class GenEvalReward(RewardEntry):
     value: Literal["strict", "soft"] = "strict"
     """"strict" is GenEval's verdict, 0 or 1. "soft" is Flow-GRPO's mean over the clauses of the prompt: partial credit
     for a wrong count, and for a right count with a wrong colour or place; it wants the exact count."""
-    detector: Text = "facebook/mask2former-swin-small-coco-instance"
+    detector: Annotated[Text, OWN_NETWORKS] = "facebook/mask2former-swin-small-coco-instance"
     """Hub id or folder of a Mask2Former of transformers with the 80 classes of COCO."""
-    color_model: Text = "openai/clip-vit-large-patch14"
+    color_model: Annotated[Text, OWN_NETWORKS] = "openai/clip-vit-large-patch14"
     """Hub id or folder of the CLIP that names the colour of an object."""
     detector_url: Annotated[Text | None, Names("host")] = None
     """Address of a server that detects objects and colours in place of the two networks, like the published detector
     in its own container; null: none."""
-    timeout_s: Positive = 60.0
+    timeout_s: Annotated[Positive, SERVED] = 60.0
     """Deadline of one request to `detector_url` in seconds."""
 
     @property

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import model_validator
 
 from retouch.config.base import Names, Text
+from retouch.config.reads import ReadIf
 from retouch.errors import ConfigError, shown
 from retouch.files.disk import expanded
 from retouch.registry import PLUGINS, load_attribute
@@ -63,6 +64,14 @@ _PUBLISHED_TOKENS = 2048
 _REGION_COUNTER = "retouch.rewards.scorers.regions:RegionCounter"
 
 
+SAM2 = ReadIf(
+    "with `readability: sam2`",
+    lambda own: own.readability == "sam2",
+    "but readability is not sam2, which alone reads {name}; leave it out",
+    warns=True,
+)
+
+
 class MmmgReward(JudgeEntry):
     """Agreement with a knowledge graph by the protocol of MMMG (arXiv 2506.10963), in [0, 1]: a judge's yes or no for
     every element and dependency of `metadata.knowledge_graph`; (1 - GED) R. Needs a judge as of `openai_judge`. It is
@@ -82,9 +91,9 @@ class MmmgReward(JudgeEntry):
     readability: Annotated[str | None, Names("code", own=("sam2",), variables=(PLUGINS,))] = None
     """Counter of an image's regions: "sam2" counts them as MMMG does, with `segmenter` and `reader`; "module:function"
     is a function of an RGB array [H, W, 3] uint8. R falls from 1 at 70 regions to 0 at 160. Null leaves R at 1."""
-    segmenter: Text = "facebook/sam2.1-hiera-large"
+    segmenter: Annotated[Text, SAM2] = "facebook/sam2.1-hiera-large"
     """Hub id or folder of the `Sam2Model` of readability=sam2; it needs a GPU to be fast (`device`)."""
-    reader: Literal["rapidocr", "paddleocr"] = "rapidocr"
+    reader: Annotated[Literal["rapidocr", "paddleocr"], SAM2] = "rapidocr"
     """Library that finds the lines of text of readability=sam2; MMMG's is PaddleOCR 2.10."""
 
     @property

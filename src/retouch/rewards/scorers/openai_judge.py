@@ -10,9 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
-
-from retouch.config.base import Unit
+from retouch.config.base import Unit, containing
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import JudgeError, image_part
 from retouch.rewards.scorers.judge_replies import text_of
@@ -42,18 +40,14 @@ class OpenAIJudgeReward(JudgeEntry):
 
     scorer: Literal["openai_judge"] = "openai_judge"
     # its text is part of the revision, and another one gives other scores
-    question: str = "How well does this picture show what was asked for? It was asked for: {prompt}"
+    question: Annotated[str, containing("{prompt}", "the item's prompt")] = (
+        "How well does this picture show what was asked for? It was asked for: {prompt}"
+    )
     """Question to the judge; {prompt} stands for the item's prompt."""
     mode: Literal["logprobs", "rubric"] = "logprobs"
     """The expectation over the probabilities of the digits 0 to 5; or JSON with a score and a reason."""
     min_mass: Annotated[Unit, LOGPROBS] = 0.5
     """Minimum probability of the digits together; below it the judge answered something else, which is a failure."""
-
-    @model_validator(mode="after")
-    def _asks_for_the_prompt(self) -> OpenAIJudgeReward:
-        if "{prompt}" not in self.question:
-            raise ValueError(f"question: given {self.question!r}; it must contain {{prompt}}")
-        return self
 
     def make(self) -> OpenAIJudgeScorer:
         return OpenAIJudgeScorer(self, self.question, self.mode, self.min_mass)

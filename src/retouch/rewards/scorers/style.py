@@ -14,6 +14,7 @@ from PIL import Image
 from pydantic import Field
 
 from retouch.config.base import Text, Unit
+from retouch.config.reads import ReadIf
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.ocr import OcrReward
@@ -23,6 +24,11 @@ from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
     from retouch.families.image_encoder import ImageEncoder
+
+
+READING = ReadIf(
+    "with a `gate` above 0", lambda own: own.gate, "but gate is 0: nothing is read; leave it out", warns=True
+)
 
 
 class StyleReward(RewardEntry):
@@ -39,9 +45,9 @@ class StyleReward(RewardEntry):
     gate: Unit = 0.5
     """Reading (as of the ocr reward) from which the similarity counts in full, below it in proportion; 0 disables
     reading."""
-    detect: bool = True
+    detect: Annotated[bool, READING] = True
     """For the reading: find the lines in the crop first; false reads the crop as one line."""
-    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    threads: Annotated[int, Field(ge=0, le=1024), READING] = 0
     """CPU threads of the recogniser; 0 uses all cores."""
 
     def make(self) -> StyleScorer:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from PIL import Image
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from retouch.config.base import Count, Text, Unit
+from retouch.config.base import Count, Text, Unit, containing
 from retouch.errors import ConfigError
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
@@ -49,7 +49,9 @@ class VlmReward(RewardEntry):
     path: Text = "Qwen/Qwen2.5-VL-7B-Instruct"
     """Hub id or folder."""
     # its text is part of the revision, and another one gives other scores
-    question: str = "How well does this picture show what was asked for? It was asked for: {prompt}"
+    question: Annotated[str, containing("{prompt}", "the item's prompt")] = (
+        "How well does this picture show what was asked for? It was asked for: {prompt}"
+    )
     """Question to the model; {prompt} stands for the item's prompt."""
     mode: Mode = "digits"
     """The expectation over the probabilities of the digits 0 to 5, divided by 5; or the probability of yes against
@@ -62,12 +64,6 @@ class VlmReward(RewardEntry):
     """Larger images are scaled down to this number of pixels."""
     images_per_forward: Count = 8
     """Images per forward; changes memory and speed, and the score by rounding."""
-
-    @model_validator(mode="after")
-    def _asks_for_the_prompt(self) -> VlmReward:
-        if "{prompt}" not in self.question:
-            raise ValueError(f"question: given {self.question!r}; it must contain {{prompt}}")
-        return self
 
     def make(self) -> VlmScorer:
         return VlmScorer(self)
