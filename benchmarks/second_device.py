@@ -20,8 +20,9 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 
-COUNTS = ("to_device", "to_host", "copies", "waits", "placements")
-"""Bytes, copies to the device and waits of a step; and moves of frozen networks to the device in a whole run."""
+COUNTS = ("to_device", "to_host", "copies", "moved", "waits", "placements")
+"""Bytes, copies to the device and waits of a step; conditions and other tensors that its steps copy to the device for a
+forward; and moves of frozen networks to the device in a whole run."""
 
 
 def measured(cells: list[str], offload: str) -> list[dict[str, Any]]:

@@ -97,6 +97,12 @@ class Condition:
         chosen = {name: None if t is None else t[index[t.device]] for name, t in tensors.items()}
         return replace(self, mask=chosen.pop(""), tensors=chosen)
 
+    def repeated(self, count: int) -> Condition:
+        """Every row `count` times, a row's copies together. No index is copied to the device, as `select` does."""
+        mask = None if self.mask is None else self.mask.repeat_interleave(count, 0)
+        tensors = {name: t.repeat_interleave(count, 0) for name, t in self.tensors.items()}
+        return replace(self, tensors=tensors, mask=mask)
+
     def without_negative(self) -> Condition:
         """The condition of the conditional prediction alone."""
         return replace(self, tensors={k: t for k, t in self.tensors.items() if not k.startswith("negative_")})

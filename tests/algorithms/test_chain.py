@@ -69,7 +69,7 @@ def first_kl(run: Run) -> tuple[float, float]:
         _, values, _ = grpo.surrogate(run, algorithm, experience, step, rows, span)
         now = grpo.forward_on_recorded(run, algorithm, experience, rows, span)
         condition = run.encoded.conditions(experience.position[rows].tolist(), run.engine.device)
-        x, _, number = experience.transitions(rows, span)
+        x, _, number = experience.transitions(rows, span, run.engine.device)
         plan = run.plans.plan(run.model.schedule(run.config.rollout.num_steps, condition.size))
         network: Any = run.model.network
         network.disable_adapters()

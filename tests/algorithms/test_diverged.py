@@ -59,7 +59,7 @@ def test_a_run_ends_with_the_examples_and_its_checkpoint_repeats_the_step(
 
 def step_of(positions: list[int], rows_per_forward: int, elsewhere: list[str]) -> Step:
     """A step on examples with ids 100 more than their positions; `elsewhere` is what other processes found."""
-    engine = SimpleNamespace(gather_list=lambda found: [*elsewhere, *found])
+    engine = SimpleNamespace(device="cpu", gather_list=lambda found: [*elsewhere, *found])
     run: Any = SimpleNamespace(engine=engine)
     size: Any = SimpleNamespace(rows=rows_per_forward)
     data: Any = SimpleNamespace(items=[SimpleNamespace(id=100 + position) for position in range(9)])

@@ -182,7 +182,7 @@ def test_steps_are_weighted_by_their_std(
     scripted(brightness)
     losses = spied(monkeypatch, grpo, "grpo_loss")
     run, _ = train(run_of(name, {"step_weight": "std"}))
-    weights = run.plans.plan(run.model.schedule(3, (32, 64))).relative_std()
+    weights = run.plans.plan(run.schedule((32, 64))).relative_std(run.engine.device)
     assert losses and len({round(float(w), 3) for w in weights}) == 3
     for *_, balance, _ in losses:
         width = balance.shape[1]

@@ -53,7 +53,7 @@ COMPUTED = {"aten._conj": torch.ops.aten.conj_physical.default, "aten._neg_view"
 """Views of another meaning, which operations below the dispatch to Python would read without it."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
     """What happened on the device.
 
@@ -71,14 +71,25 @@ class Record:
     waits: Counter[str] = field(default_factory=Counter)
     places: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def is_open(self) -> bool:
+        return self in _records
+
+    def open(self) -> None:
+        _records.append(self)
+
+    def close(self) -> None:
+        _records.remove(self)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, nothing is recorded."""
-        _records.remove(self)
+        before = _records.copy()
+        _records[:] = [record for record in before if record is not self]
         try:
             yield
         finally:
-            _records.append(self)
+            _records[:] = before
 
     def wait(self, what: str) -> None:
         self.waits[what] += 1
@@ -141,11 +152,11 @@ _records: list[Record] = []
 def recorded() -> Iterator[Record]:
     """What happens on the device inside."""
     record = Record()
-    _records.append(record)
+    record.open()
     try:
         yield record
     finally:
-        _records.remove(record)
+        record.close()
 
 
 @contextlib.contextmanager

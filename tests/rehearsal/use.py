@@ -14,6 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,10 +24,14 @@ from accelerate.state import AcceleratorState, PartialState
 
 from retouch.config import RunConfig, parse_run
 from retouch.families import loading
+from retouch.families.loading import family_class
 from retouch.families.offload import OffloadedNetworks
 from retouch.rewards.scorers import preservation
+from retouch.rollout.encoded import EncodedData
 from retouch.tiny.signs import draw_words, write_signs
 from retouch.training.recorder import Recorder
+from retouch.training.step import Step
+from retouch.types import Condition
 from tests.algorithms.runs import Scripted, brightness, of_kind, train, weights
 from tests.algorithms.test_cells import cell
 from tests.algorithms.test_ip_adapter import ADAPTER
@@ -116,6 +121,66 @@ def training_only(record: Record) -> Iterator[None]:
         yield
 
 
+@dataclass
+class Moved:
+    """Copies to the device in optimizer steps after a warm-up, without the first encoding of an example.
+
+    Attributes:
+        forwards: predictions of the trained network and its snapshots.
+        conditions: conditions that were copied.
+        others: copies of anything else.
+    """
+
+    forwards: int = 0
+    conditions: int = 0
+    others: int = 0
+
+    def per_forward(self) -> dict[str, float]:
+        return {name: round(getattr(self, name) / self.forwards, 2) for name in ("conditions", "others")}
+
+
+@contextmanager
+def steps_only(family: str, algorithm: str) -> Iterator[Moved]:
+    """What the optimizer steps inside copy, without those of a warm-up."""
+    moved, record = Moved(), Record()
+
+    def watched(owner: Any, name: str, count: str | None, paused: bool = True) -> Any:
+        method = getattr(owner, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if count is not None and record.is_open:
+                setattr(moved, count, getattr(moved, count) + 1)
+            with record.paused() if paused else nullcontext():
+                return method(*args, **options)
+
+        return mock.patch.object(owner, name, call)
+
+    enter, leave = Step.__enter__, Step.__exit__
+
+    def entered(step: Step) -> Step:
+        if algorithm == "sft" or not step._supervised:
+            record.open()
+        return enter(step)
+
+    def left(step: Step, *error: Any) -> bool:
+        try:
+            return leave(step, *error)
+        finally:
+            if record.is_open:
+                record.close()
+
+    with (
+        mock.patch.object(Step, "__enter__", entered),
+        mock.patch.object(Step, "__exit__", left),
+        watched(EncodedData, "_encode", None),
+        watched(EncodedData, "_encode_image", None),
+        watched(Condition, "to", "conditions"),
+        watched(family_class(family), "predict", "forwards", paused=False),
+    ):
+        yield moved
+    moved.others = record.moves
+
+
 @contextmanager
 def placements() -> Iterator[Counter[str]]:
     """How often frozen networks that wait on the CPU were moved to the device, by what their part is."""
@@ -158,7 +223,7 @@ def walked(folder: Path, signs: Path, names: tuple[str, str, str], offload: bool
     """
     given, name = options(names, offload), "-".join(names)
     expected = torch.load(folder / f"{name}.pt", weights_only=True)
-    with recorded() as record, placements() as moved, training_only(record):
+    with recorded() as record, placements() as placed, steps_only(*names[:2]) as moved, training_only(record):
         run, found = train(cell_in(folder / "device", signs, names, **given))
     faults = differences(expected["weights"], run, "the run")
     pairs = zip(expected["records"], numbers(found), strict=True)
@@ -175,9 +240,10 @@ def walked(folder: Path, signs: Path, names: tuple[str, str, str], offload: bool
         "to_device": record.to_device // steps,
         "to_host": record.to_host // steps,
         "copies": round(record.moves / steps, 1),
+        "moved": moved.per_forward(),
         "waits": {what: round(count / steps, 1) for what, count in record.waits.most_common()},
         "places": dict(record.places.most_common()),
-        "placements": {name: count for name, count in moved.items() if count},
+        "placements": {name: count for name, count in placed.items() if count},
     }
 
 

@@ -15,6 +15,7 @@ from retouch.core.steps import gaussian_log_prob
 from retouch.rollout.plan import StepPlan
 
 B, W, D = 4, 3, 8
+CPU = torch.device("cpu")
 EPSILON = AlphaBarSchedule.make(torch.linspace(0.99, 0.01, 100), 10)
 
 
@@ -103,16 +104,16 @@ def test_weights_by_hand() -> None:
     schedule = FlowSchedule(torch.tensor([1.0, 0.75, 0.5, 0.0]), 1.0)
     plan = StepPlan(schedule, FLOW_SDE, 0.7, 0, 2, 2)
     std = [0.7 * math.sqrt(4 * 0.25), 0.7 * math.sqrt(3 * 0.25), 0.7 * math.sqrt(1 * 0.5)]
-    assert plan.relative_std().tolist() == pytest.approx([s / (sum(std[:2]) / 2) for s in std], rel=1e-6)
+    assert plan.relative_std(CPU).tolist() == pytest.approx([s / (sum(std[:2]) / 2) for s in std], rel=1e-6)
     published = plan_of(FLOW_SDE, 0.7)
     schedule = published.schedule
     level = schedule.level(schedule.times)
     _, std_of = FLOW_SDE.mean_std(torch.zeros(1, 1), torch.zeros(1, 1), level[3:4], level[4:5], 0.7, float(level[1]))
-    assert float(published.relative_std()[3] / std_of) == pytest.approx(2.24, abs=0.005)
+    assert float(published.relative_std(CPU)[3] / std_of) == pytest.approx(2.24, abs=0.005)
 
 
 @pytest.mark.parametrize(("rule", "strength"), [(FLOW_SDE, 0.7), (CPS, 0.8), (DDIM, 1.0)])
 def test_weights_have_mean_1_over_all_steps_but_the_last(rule: StepRule, strength: float) -> None:
-    weights = plan_of(rule, strength).relative_std()
+    weights = plan_of(rule, strength).relative_std(CPU)
     assert float(weights[:-1].mean()) == pytest.approx(1, abs=1e-6)
     assert bool((weights > 0)[:-1].all())

@@ -14,7 +14,7 @@ Recipes and step rules use only the methods below: one code path serves both. Le
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -169,6 +169,9 @@ class AlphaBarSchedule:
     alpha_bars: Tensor
     times: Tensor
     final_alpha_bar: float = 1.0
+    _tables: dict[torch.device, Tensor] = field(
+        default_factory=dict[torch.device, Tensor], init=False, repr=False, compare=False
+    )
 
     @classmethod
     def make(
@@ -184,8 +187,10 @@ class AlphaBarSchedule:
         return cls(alpha_bars.double(), torch.cat([steps, steps.new_tensor([-1])]).float(), final_alpha_bar)
 
     def level(self, time: Tensor) -> Tensor:
-        table = torch.cat([self.alpha_bars, self.alpha_bars.new_tensor([self.final_alpha_bar])])
-        return table.to(time.device)[time.long()].float()  # -1 indexes the clean image
+        if time.device not in self._tables:  # copied there once: the CPU waits for a copy
+            table = torch.cat([self.alpha_bars, self.alpha_bars.new_tensor([self.final_alpha_bar])])
+            self._tables[time.device] = table.to(time.device)
+        return self._tables[time.device][time.long()].float()  # -1 indexes the clean image
 
     def sigma(self, time: Tensor) -> Tensor:
         """b / (a + b) with a = sqrt(ab), b = sqrt(1 - ab): the share of noise in x / (a + b)."""

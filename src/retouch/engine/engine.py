@@ -262,7 +262,7 @@ class Engine:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        return bool(self.sum(torch.tensor(float(flag), dtype=torch.float32)) > 0)
+        return bool(self.sum(torch.full((), float(flag), dtype=torch.float32, device=self.device)) > 0)
 
     def barrier(self) -> None:
         self.accelerator.wait_for_everyone()

@@ -66,7 +66,10 @@ class Metrics:
         result: dict[str, float] = {}
         for name, pairs in self._values.items():
             values = torch.stack([value for value, _ in pairs])
-            weights = torch.stack([torch.as_tensor(w, dtype=values.dtype, device=values.device) for _, w in pairs])
+            # a tensor that is made of a number would be copied to the device
+            weights = torch.stack(
+                [w.to(values) if isinstance(w, torch.Tensor) else torch.full_like(values[0], w) for _, w in pairs]
+            )
             kind = REDUCTIONS[name]
             if kind == "max":
                 result[name] = float(engine.gather(values.max()[None]).max())

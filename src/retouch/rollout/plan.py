@@ -19,6 +19,7 @@ from retouch.core.schedule import Schedule
 from retouch.core.steps import Estimate, dpm_step, ode_step
 from retouch.data.sampler import derive_seed
 from retouch.errors import ConfigError
+from retouch.lru import LruCache
 from retouch.types import Condition, DiffusionModel
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class StepPlan:
     solver: Solver = "first_order"
     _placed: dict[torch.device, tuple[Tensor, Tensor]] = field(
         default_factory=dict[torch.device, tuple[Tensor, Tensor]], init=False, repr=False, compare=False
+    )
+    _relative_std: dict[torch.device, Tensor] = field(
+        default_factory=dict[torch.device, Tensor], init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
@@ -93,15 +97,17 @@ class StepPlan:
         second = [float(self.schedule.level(self.schedule.times[1:2])[0])] if self.rule.takes_second_level else []
         return self.rule.mean_std(x, prediction, level, level_next, self.strength, *second)
 
-    def relative_std(self) -> Tensor:
+    def relative_std(self, device: torch.device) -> Tensor:
         """Std of each step [T] over the mean of all but the last (TempFlow-GRPO, arXiv 2508.04324, whose 2.25 is 1 over
-        the mean of ten steps).
+        the mean of ten steps), on a device, copied there once.
 
         Raises:
             ValueError: the plan is deterministic.
         """
-        std = self._std(range(self.num_steps))
-        return std / std[: max(1, self.num_steps - 1)].mean()
+        if device not in self._relative_std:
+            std = self._std(range(self.num_steps))
+            self._relative_std[device] = (std / std[: max(1, self.num_steps - 1)].mean()).to(device)
+        return self._relative_std[device]
 
     def _std(self, span: range) -> Tensor:
         """Std of some steps, step sizes included."""
@@ -139,6 +145,10 @@ def ode_plan(schedule: Schedule, solver: Solver = "first_order", recorded: int =
     return StepPlan(schedule, None, 0.0, first, 0, recorded, solver)
 
 
+PLANS = 256
+"""Plans of a run that are kept: of each shape of images, and of each place of a window."""
+
+
 class Plans:
     """The plans of a run's rollouts. Parts that depend only on the run file are computed once."""
 
@@ -149,6 +159,7 @@ class Plans:
         self.log_prob_mode: Literal["exact", "cps"] = run.algorithm.recorded_log_probs
         self.records_means = run.algorithm.records_means
         self.recorded = run.algorithm.recorded_steps(run)
+        self._made: LruCache[tuple[Schedule, int], StepPlan] = LruCache(PLANS)
         if self.rule is None:
             return
         _ = self.rule.mean_std  # imported here: a rule that cannot be imported ends the run before its first rollout
@@ -166,13 +177,20 @@ class Plans:
 
     def plan(self, schedule: Schedule, batch: int = 0) -> StepPlan:
         """The plan of rollout batch number `batch` of the run (counted over epochs); a random window depends on
-        (run seed, batch), never on a global generator."""
+        (run seed, batch), never on a global generator. Made once for a schedule and a first step: its times stay on
+        the device."""
         if self.rule is None:
-            return ode_plan(schedule, self.solver, self.recorded)
-        if self.is_random:
+            first = 0
+        elif self.is_random:
             first = Random(derive_seed(self.seed, "window", batch)).randint(self.starts[0], self.starts[-1])
         else:
             first = self.starts[batch // self.batches_per_start % len(self.starts)]
+        return self._made.get((schedule, first), self._make)
+
+    def _make(self, key: tuple[Schedule, int]) -> StepPlan:
+        schedule, first = key
+        if self.rule is None:
+            return ode_plan(schedule, self.solver, self.recorded)
         return StepPlan(schedule, self.rule, self.strength, first, self.stochastic, self.trained, self.solver)
 
 

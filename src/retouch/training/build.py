@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.algorithms.base import AdvantageConfig
 from retouch.config import Derived, RunConfig, derive
 from retouch.config.needs import needed_pictures
+from retouch.core.schedule import Schedule
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
 from retouch.data.rules import (
     require_groups,
@@ -74,6 +75,15 @@ class Run:
     costs: Costs
     encoded: EncodedData
     plans: Plans
+    _schedules: dict[tuple[int, int], Schedule] = field(
+        default_factory=dict[tuple[int, int], Schedule], init=False, repr=False
+    )
+
+    def schedule(self, size: tuple[int, int]) -> Schedule:
+        """The schedule of training for images of (height, width), made once: its tables stay on the device."""
+        if size not in self._schedules:
+            self._schedules[size] = self.model.schedule(self.config.rollout.num_steps, size)
+        return self._schedules[size]
 
     @property
     def guidance_scale(self) -> float:

@@ -111,13 +111,12 @@ class Experience:
         """[B · W, ...] of a tensor [n, S, ...]: rows over a span of trained steps, row-major."""
         return getattr(self, name)[rows][:, span.start : span.stop].flatten(0, 1)
 
-    def transitions(self, rows: Tensor, span: range) -> tuple[Tensor, Tensor, Tensor]:
-        """(x, x_next [B · W, C, H, W], step [B · W]) of rows over a span of trained steps, row-major."""
-        states = self.latents[rows]
-        x = states[:, span.start : span.stop].flatten(0, 1)
-        x_next = states[:, span.start + 1 : span.stop + 1].flatten(0, 1)
+    def transitions(self, rows: Tensor, span: range, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """(x, x_next [B · W, C, H, W], step [B · W]) of rows over a span of trained steps, row-major, on a device. A
+        state between two steps is copied there once."""
+        states = self.latents[rows, span.start : span.stop + 1].to(device)
         step = self.first_step[rows][:, None] + torch.arange(span.start, span.stop, dtype=torch.int64)
-        return x, x_next, step.flatten()
+        return states[:, :-1].flatten(0, 1), states[:, 1:].flatten(0, 1), step.flatten().to(device)
 
 
 Samples = tuple[list[Slot], Experience, list[Scores]]
@@ -254,7 +253,7 @@ def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], numbe
     epoch = session.progress.epoch
     examples = run.encoded.examples([s.example for s in slots])
     condition = run.encoded.conditions([s.example for s in slots], device)
-    plan = run.plans.plan(run.model.schedule(config.rollout.num_steps, condition.size), number)
+    plan = run.plans.plan(run.schedule(condition.size), number)
     seeds = [derive_seed(config.seed, "rollout", e.id, epoch, s.index) for e, s in zip(examples, slots, strict=True)]
     shared = [derive_seed(config.seed, "noise", e.id, epoch) for e in examples] if config.rollout.shared_noise else None
     region = objective_region(algorithm, condition, run.model.spec.downsampling)

@@ -50,7 +50,7 @@ def noised_copies(
     there affects no image.
     """
     device = run.engine.device
-    schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
+    schedule = run.schedule(condition.size)
     # all are sampled, whichever are taken: a copy must not depend on how many are in a forward
     sampled = [[latent_noise(x0.shape[1:], g) for _ in range(copies)] for g in generators]
     places = [
@@ -61,9 +61,8 @@ def noised_copies(
     draws = torch.stack([row[k] for row in places for k in taken])
     time = schedule.training_times(draws.clamp(1e-6, 1 - 1e-6), visited=True).to(device)
     wide = x0.to(device).repeat_interleave(len(taken), 0)
-    rows = torch.arange(len(x0), dtype=torch.int64).repeat_interleave(len(taken))
     return NoisedRows(
-        condition.select(rows), schedule, wide, schedule.add_noise(wide, noise, time), noise, time, len(taken)
+        condition.repeated(len(taken)), schedule, wide, schedule.add_noise(wide, noise, time), noise, time, len(taken)
     )
 
 

@@ -157,9 +157,10 @@ class Step:
         ends_epoch: it is the last one on the rows of its epoch.
         log_ratio: largest |log ratio| of what the sampler recorded, where the record was replaced.
         """
-        skipped = float(normalizer) == 0
+        self._count = float(normalizer)  # read once: the CPU waits for the device
+        skipped = self._count == 0
         self.rows = rows[:0] if skipped else rows
-        self.normalizer = normalizer
+        self.normalizer = normalizer.to(run.engine.device)
         self.data, self.positions, self.seeds = data, [] if skipped else positions, seeds
         self.before_first_update = before_first_update
         self.values: dict[str, float] = {"skipped": 1.0}
@@ -201,7 +202,7 @@ class Step:
         if isinstance(error, torch.OutOfMemoryError):
             self._problem = first_line(error)
             return True
-        if error is None and float(self.normalizer) != 0:
+        if error is None and self._count != 0:
             self._update()
         return False
 
@@ -264,7 +265,7 @@ class Step:
         if self.before_first_update and "max_abs_log_ratio" in self.values:
             self._compare_with_record()
         if not self._supervised:
-            self.values |= {"rows": float(self.normalizer), "skipped": 0.0}
+            self.values |= {"rows": self._count, "skipped": 0.0}
 
     def _first_nonfinite_loss(self, losses: Sequence[Tensor]) -> str:
         """The first forward of all processes with a loss of NaN or Inf, with the ids of its examples. A collective."""

@@ -53,7 +53,7 @@ def supervised_loss(
     if train.kind == "ip_adapter":
         draws = [derive_seed(run.config.seed, "reference", number, row) for row in global_rows]
         condition = drop_references(condition, train.reference_dropout, draws, uncaptioned)
-    schedule = run.model.schedule(run.config.rollout.num_steps, condition.size)
+    schedule = run.schedule(condition.size)
     time = schedule.training_times(uniform.clamp(1e-6, 1 - 1e-6), shifted=shifted).to(device)
     region = objective_region(objective, condition, run.model.spec.downsampling)
     errors = denoising_error(run.model, run.network, schedule, x0, noise.to(device), time, condition, region)

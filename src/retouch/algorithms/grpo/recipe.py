@@ -117,15 +117,15 @@ def forward_on_recorded(run: Run, algorithm: GrpoConfig, experience: Experience,
     """One forward of B x W rows (all steps of a row together, as `experience` stores them)."""
     device = run.engine.device
     condition = run.encoded.conditions(experience.position[rows].tolist(), device)
-    x, x_next, step = (t.to(device) for t in experience.transitions(rows, span))
-    wide = condition.select(torch.arange(len(rows), dtype=torch.int64).repeat_interleave(len(span)))
+    x, x_next, step = experience.transitions(rows, span, device)
+    wide = condition.repeated(len(span))
     region = objective_region(algorithm, wide, run.model.spec.downsampling)
-    plan = run.plans.plan(run.model.schedule(run.config.rollout.num_steps, wide.size))
+    plan = run.plans.plan(run.schedule(wide.size))
     mean, std = transition(run.model, run.network, plan, x, step, wide)
     log_prob = gaussian_log_prob(x_next, mean, std, region, algorithm.log_prob_mode)
-    times = plan.schedule.times.to(device)
+    times, _ = plan.placed(device)
     dt = plan.schedule.sigma(times[step + 1]) - plan.schedule.sigma(times[step])
-    relative = plan.relative_std().to(device)[step] if algorithm.step_weight == "std" else None
+    relative = plan.relative_std(device)[step] if algorithm.step_weight == "std" else None
     return Forward(log_prob, mean, std, region, dt, relative)
 
 
@@ -146,10 +146,11 @@ def reference_means(session: Session, experience: Experience) -> Tensor:
     with run.policy.use("reference"), run.clock.part("train_forward"):
         for rows in session.size.chunks(torch.arange(len(means), dtype=torch.int64)):
             condition = run.encoded.conditions(experience.position[rows].tolist(), device)
-            plan = run.plans.plan(run.model.schedule(run.config.rollout.num_steps, condition.size))
-            for s in range(experience.trained_steps):
-                x, _, step = experience.transitions(rows, range(s, s + 1))
-                mean, _ = transition(run.model, run.network, plan, x.to(device), step.to(device), condition)
+            plan = run.plans.plan(run.schedule(condition.size))
+            x, _, step = experience.transitions(rows, range(experience.trained_steps), device)
+            by_step = [t.unflatten(0, (len(rows), -1)).transpose(0, 1).contiguous() for t in (x, step)]
+            for s, (states, steps) in enumerate(zip(*by_step, strict=True)):
+                mean, _ = transition(run.model, run.network, plan, states, steps, condition)
                 means[rows, s] = mean.cpu()
     return means
 

@@ -51,7 +51,7 @@ def train_step(session: Session, algorithm: KtoConfig, step: Step) -> None:
             gains = [r - errors(session, algorithm, step, *forward) for forward, r in compared]
         shares = [g.mean(1).sum() * share_of(algorithm, f[1]) for f, g in zip(forwards, gains, strict=True)]
         total = run.engine.sum(torch.stack(shares).sum())
-        baseline = kto_baseline(total / step.normalizer.to(total.device))
+        baseline = kto_baseline(total / step.normalizer)
         for (rows, piece), reference in step.forwards(compared):
             step.backward(*labels_loss(session, algorithm, step, rows, piece, reference, baseline))
 

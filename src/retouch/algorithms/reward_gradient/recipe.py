@@ -42,7 +42,7 @@ from retouch.training.pixel_gradients import divisor, latent_gradient, refuse_lo
 from retouch.training.session import Session
 from retouch.training.step import Step
 from retouch.training.supervised import warm_up
-from retouch.types import Failure
+from retouch.types import Condition, Failure
 
 
 @dataclass
@@ -91,7 +91,7 @@ def train_step(session: Session, algorithm: RewardGradientConfig, rows: TrainedS
         references: Sequence[Tensor | None] = [None] * len(forwards)
         if algorithm.kl_weight:
             with run.clock.part("train_forward"), run.policy.use("reference"):
-                references = [predict(run, rows, chosen) for chosen in forwards]
+                references = [predict(run, rows, chosen, rows_condition(run, rows, chosen)) for chosen in forwards]
         for chosen, reference in step.forwards(list(zip(forwards, references, strict=True))):
             step.backward(*reward_gradient_loss(run, algorithm, rows, chosen, reference, step.normalizer))
 
@@ -112,9 +112,9 @@ def reward_gradient_loss(
     """
     device = run.engine.device
     weight = rows.counts_in_loss[chosen].to(device)
-    condition = run.encoded.conditions(rows.position[chosen].tolist(), device)
+    condition = rows_condition(run, rows, chosen)
     region = objective_region(algorithm, condition, run.model.spec.downsampling)
-    prediction = predict(run, rows, chosen)
+    prediction = predict(run, rows, chosen, condition)
     gradient, coefficient = rows.gradient[chosen].to(device), rows.coefficient[chosen].to(device)
     loss, values = linear_loss(prediction, gradient, coefficient, region, weight, total)
     if reference is not None:
@@ -125,11 +125,14 @@ def reward_gradient_loss(
     return loss, values, weight.sum()
 
 
-def predict(run: Run, rows: TrainedSteps, chosen: Tensor) -> Tensor:
-    """[B, C, h, w] of the weights in use at the recorded states, under the guidance of sampling."""
-    device = run.engine.device
-    condition = run.encoded.conditions(rows.position[chosen].tolist(), device)
-    times = run.model.schedule(run.config.rollout.num_steps, condition.size).times[rows.step[chosen]]
+def rows_condition(run: Run, rows: TrainedSteps, chosen: Tensor) -> Condition:
+    """The condition of B rows, under the guidance of sampling."""
+    return run.encoded.conditions(rows.position[chosen].tolist(), run.engine.device)
+
+
+def predict(run: Run, rows: TrainedSteps, chosen: Tensor, condition: Condition) -> Tensor:
+    """[B, C, h, w] of the weights in use at the recorded states."""
+    device, times = run.engine.device, run.schedule(condition.size).times[rows.step[chosen]]
     return run.model.predict(run.network, rows.latents[chosen].to(device), times.to(device), condition)
 
 
@@ -215,7 +218,7 @@ def sample_gradient(
     states, num_steps = states.to(run.engine.device), run.config.rollout.num_steps
     example = run.encoded.examples([int(position)])[0]
     condition = run.encoded.conditions([int(position)], run.engine.device)
-    schedule = run.model.schedule(num_steps, condition.size)
+    schedule = run.schedule(condition.size)
     if algorithm.reward_at == "final":
         scored, coefficients = states[-1:], step_coefficients(schedule)
     else:
