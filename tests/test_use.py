@@ -329,6 +329,17 @@ def test_a_soft_edge_lies_inside_the_mask(finished: Finished, signs: Path, tmp_p
     assert np.array_equal(soft[centre], hard[centre])
 
 
+def test_a_mask_that_is_narrower_than_its_soft_edge_is_named(
+    finished: Finished, photo: tuple[object, ...], tmp_path: Path
+) -> None:
+    """No pixel of the sample is left: the source comes back unchanged."""
+    command = ("sample", "--run", finished("full"), *photo[:2], "--text", "MOON", "--steps", 1, "--box", "8,8,40,12")
+    outcome = retouch(*command, "--feather", 8, "--out", tmp_path / "out")
+    assert outcome.code == 0
+    assert "is so narrow that at most 0 % of the sample shows in it; set less" in " ".join(outcome.err.split())
+    assert "so narrow" not in retouch(*command, "--feather", 1, "--out", tmp_path / "out").err
+
+
 @pytest.mark.parametrize("size", ["32x96", "48x64", "64"])
 def test_any_size_that_the_model_divides_works(
     finished: Finished, photo: tuple[object, ...], tmp_path: Path, size: str

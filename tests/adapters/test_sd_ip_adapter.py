@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -124,6 +126,22 @@ def test_diffusers_own_loader_draws_the_same_image(
     assert np.abs(theirs - ours).max() <= 1e-4
     assert np.abs(theirs - attached).max() <= 1e-4
     assert np.abs(theirs - without).max() > 1e-2
+
+
+def test_an_encoder_that_is_given_serves_its_call_alone(pipeline: Any, path: Path) -> None:
+    """Later calls without one have the vectors of the encoder that the file names, and nothing keeps the other one."""
+    adapter, reference = retouch.adapters.load(path).attach(pipeline), picture(30, 12)
+    named = adapter.condition([reference])["ip_adapter_image_embeds"]
+    other = ImageEncoder.load("tiny")
+    for weight in other.model.parameters():
+        torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(2))
+    given = adapter.condition([reference], other)["ip_adapter_image_embeds"]
+    assert not torch.equal(given[0], named[0])
+    assert torch.equal(adapter.condition([reference])["ip_adapter_image_embeds"][0], named[0])
+    gone = weakref.ref(other)
+    del other
+    gc.collect()
+    assert gone() is None
 
 
 def drawn(pipeline: Any, example: Example, guidance: float, options: dict[str, Any]) -> Any:

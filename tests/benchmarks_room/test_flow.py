@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from PIL import Image
 from retouch.benchmarks.outputs import Shard
 from retouch.observe.distances import fid, kid
 from retouch.use import benchmark, benchmark_images, benchmark_scores
+from retouch_bench.benchmarks.calligrapher import CalligrapherSelf
 from tests.benchmarks_room import stub_readers
 from tests.command_line import Outcome, retouch
 from tests.conftest import small_run
@@ -78,6 +80,42 @@ def test_the_last_shard_writes_the_result(sharded: tuple[list[Outcome], Path], p
         "num_steps": 1, "guidance_scale": 30.0, "resolution": [32, 64], "seed": 0, "mixed_precision": "no",
     }  # fmt: skip
     assert result["rewards"]["ocr"]["revision"].startswith("fn tests.benchmarks_room.stub_readers:read ")
+
+
+def test_a_shard_scores_the_images_that_it_sampled(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks hold images of one shape: of a run on shapes they are others than those of the list alone."""
+    data, run = tmp_path / "signs", yaml.safe_load((place / "run.yaml").read_text(encoding="utf-8"))
+    data.mkdir()
+    for n in range(5):
+        size = (64, 32) if n % 2 else (32, 64)
+        Image.new("RGB", size, "white").save(data / f"test{n}_source.png")
+        mask = Image.new("L", size)
+        mask.paste(255, (8, 8, 24, 24))
+        mask.save(data / f"test{n}_mask.png")
+    (data / "self_bench.txt").write_text("".join(f"{n}-ABCD\n" for n in range(5)), encoding="utf-8")
+    shapes = {"pixels": 2048, "multiple": 16}
+    run["data"]["resolution"] = run["evaluation"]["data"]["resolution"] = shapes
+    run["rollout"]["batch_size_per_device"] = 3
+    given = yaml.safe_load((place / "benchmark.yaml").read_text(encoding="utf-8"))
+    del given["resolution"]
+    for name, content in (("run", run), ("benchmark", given)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+
+    def sampled(config: Any, weights: Any, section: Any, outputs: Any, folder: Path, shard: Shard, asked: Any) -> None:
+        for chunk in benchmark_images.chunks_of(config, section, outputs, shard, asked):
+            for output in chunk:
+                Image.new("RGB", (8, 8)).save(folder / "base" / output.own_file)
+
+    monkeypatch.setattr(benchmark, "sample_outputs", sampled)
+    monkeypatch.setattr(CalligrapherSelf, "official", replace(CalligrapherSelf.official, resolution=None))
+    common = ("--config", tmp_path / "run.yaml", "--path", data, "--out", tmp_path / "out")
+    ended = [
+        retouch("eval", "--benchmark", tmp_path / "benchmark.yaml", *common, "--shard", f"{n}/3") for n in (1, 2, 3)
+    ]
+    assert [one.code for one in ended] == [0, 0, 0], [one.err for one in ended]
+    assert [bool(one.out) for one in ended] == [False, False, True]
 
 
 def test_a_start_after_a_kill_does_what_is_missing(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
+from PIL.PngImagePlugin import MAX_TEXT_CHUNK, PngInfo
 
 from retouch.errors import ImageProblem
 from retouch.imaging.file_image import read_file_image
@@ -17,7 +20,7 @@ from retouch.imaging.fitting import Fit, MaskCrop, fit_size, resize
 from retouch.imaging.lines import folded
 from retouch.imaging.masks import Box, paste_back
 from retouch.imaging.masks import box_mask as mask_of_box
-from retouch.imaging.reading import open_image, packed, to_rgb
+from retouch.imaging.reading import image_size, open_image, packed, to_rgb
 from retouch.rewards.text_distance import edit_distance, text_similarity
 
 from .conftest import box_mask, picture, pixels
@@ -360,3 +363,25 @@ def test_text_is_compared_in_nfkc_with_single_spaces(text: str, normal: str) -> 
 def test_case_is_folded_on_request() -> None:
     assert folded("Straße MOON", case_sensitive=False) == "strasse moon"
     assert folded("STRASSE moon", case_sensitive=False) == "strasse moon"
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [(np.int32([[200]]), "integers of unknown scale"), (np.float32([[0.8]]), "floating-point values")],
+)
+def test_values_of_unknown_scale_in_memory_are_refused_as_in_a_file(values: Any, problem: str) -> None:
+    """Read as 0 to 65535, or as 0 to 255, they would be a black image."""
+    image = Image.fromarray(values)
+    with pytest.raises(ImageProblem, match=f"^image: holds {problem}"):
+        packed(image, "image")
+
+
+@pytest.mark.parametrize("read", [open_image, image_size])
+def test_a_text_that_pillow_does_not_unpack_is_a_problem_of_the_file(
+    read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    texts = PngInfo()
+    texts.add_text("workflow", "x" * (MAX_TEXT_CHUNK + 1), zip=True)
+    Image.new("RGB", (2, 2)).save(tmp_path / "a.png", pnginfo=texts)
+    with pytest.raises(ImageProblem, match=r"a\.png: Pillow does not read it .*; save it again without its texts"):
+        read(tmp_path / "a.png")

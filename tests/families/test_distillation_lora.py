@@ -132,6 +132,12 @@ def test_a_lora_is_trained_on_the_merged_network(folder: Path, tmp_path: Path) -
     assert all(torch.equal(plain[name], weight) for name, weight in before.items())
 
 
+def _magnitudes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a DoRA, which diffusers drops with a warning."""
+    factors = {name: tensor for name, tensor in tensors.items() if name.endswith("lora_B.weight")}
+    return {name.replace("lora_B.weight", "dora_scale"): torch.ones(len(tensor)) for name, tensor in factors.items()}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -139,9 +145,10 @@ def test_a_lora_is_trained_on_the_merged_network(folder: Path, tmp_path: Path) -
         (lambda t: {name.replace("_blocks.0", "_blocks.9"): v for name, v in t.items()}, "no LoRA factor of this"),
         (lambda t: {name: tensor[:, :1] for name, tensor in t.items()}, "which does not fit the weight"),
         (lambda t: {name.removeprefix("transformer."): v for name, v in t.items()}, "no LoRA factor of this network"),
+        (lambda t: {**t, **_magnitudes(t)}, r"dora_scale, of a DoRA, which is not supported; give a LoRA"),
         (None, r"model.distillation_lora.path: given .*, which cannot be read as a LoRA of Qwen-Image"),
     ],
-    ids=["suffix", "block", "shape", "prefix", "missing"],
+    ids=["suffix", "block", "shape", "prefix", "dora", "missing"],
 )
 def test_a_lora_of_another_network_is_one_message(change: Any, message: str, folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "other.safetensors"

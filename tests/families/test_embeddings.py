@@ -29,6 +29,7 @@ from retouch.families.flux.embeddings import given_embeddings
 from retouch.families.image_encoder import TINY
 from retouch.families.inputs import image_pixels
 from retouch.families.loading import ModelFilesError, load_model
+from retouch.families.qwen_image_21.spec import QwenImage21Model
 from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.types import Example
 from retouch.use.loaded import for_items
@@ -239,6 +240,26 @@ def test_a_stale_cache_is_refused(signs: Path, tmp_path: Path) -> None:
     outcome = retouch("train", tmp_path / "run.yaml")
     assert outcome.code == 2
     assert "lacks 8 prompts of the run" in outcome.err and "data changed since" in outcome.err
+
+
+def test_a_cache_belongs_to_the_tokenizer_in_the_processor(tmp_path: Path) -> None:
+    """Qwen-Image-2.1 has its tokenizer there. A cache of an earlier version, which did not record it, stays valid."""
+    model, tokenizer = QwenImage21Model(path=str(tmp_path / "model")), tmp_path / "model/processor/tokenizer.json"
+    tokenizer.parent.mkdir(parents=True)
+    (tmp_path / "model/model_index.json").write_text("{}", encoding="utf-8")
+    tokenizer.write_text("{}", encoding="utf-8")
+    cache = EmbeddingCache(tmp_path / "cache", model, create=True)
+    cache.add_text("a sign", lambda prompt: {"text": torch.ones(1)})
+    assert EmbeddingCache(tmp_path / "cache", model).has_text("a sign")
+    file = tmp_path / "earlier/cache.json"
+    file.parent.mkdir()
+    made = identity(model)
+    made.pop("processor_files", None)
+    file.write_text(json.dumps(made), encoding="utf-8")
+    tokenizer.write_text('{"model": {}}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="was made with processor_files"):
+        EmbeddingCache(tmp_path / "cache", model)
+    EmbeddingCache(tmp_path / "earlier", model)
 
 
 def test_a_cache_belongs_to_the_variant_of_the_weights(signs: Path, tmp_path: Path) -> None:

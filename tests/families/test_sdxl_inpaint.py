@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import EulerDiscreteScheduler, StableDiffusionXLInpaintPipeline, UNet2DConditionModel
+from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLInpaintPipeline, UNet2DConditionModel
 
 from retouch.families.base import TrainFull, TrainLora
 from retouch.families.loading import ModelFilesError, load_model
@@ -128,6 +128,10 @@ def test_errors_say_what_to_do(pipeline: Any, model: SdxlInpaint) -> None:
     with pytest.raises(ModelFilesError, match=r"needs 9.*cannot inpaint; use diffusers/stable-diffusion-xl-1.0-inp"):
         unet: Any = UNet2DConditionModel.from_config({**pipeline.unet.config, "in_channels": 4})
         SdxlInpaint(unet, pipeline.vae, model.text, pipeline.scheduler)
+    config = {name: value for name, value in pipeline.vae.config.items() if not name.startswith("_")}
+    config |= {"latents_mean": [0.5] * 4, "latents_std": [2.0] * 4}
+    with pytest.raises(ModelFilesError, match=r"has latents_mean and latents_std, which sdxl_inpaint does not apply"):
+        SdxlInpaint(pipeline.unet, AutoencoderKL.from_config(config), model.text, pipeline.scheduler)
 
 
 def test_a_saved_folder_loads_to_the_same_model(pipeline: Any, model: SdxlInpaint, tmp_path: Path) -> None:

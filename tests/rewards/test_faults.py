@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from retouch.rewards.client import cache as cache_module
 from retouch.rewards.client.cache import (
     ScoreCache,
     cache_key,
@@ -499,6 +500,24 @@ def test_the_cache_keeps_the_bits_and_survives_a_broken_file(tmp_path: Path, cap
     cache.close()
     assert "is not a cache of scores" in caplog.text and (tmp_path / "scores.sqlite.broken").exists()
     assert sqlite3.connect(path).execute("SELECT count(*) FROM scores").fetchone() == (2,)
+
+
+def test_a_cache_that_is_in_use_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk or another process may hold it for longer than sqlite waits: its scores are not given up."""
+    path = tmp_path / "scores.sqlite"
+    cache = ScoreCache(path)
+    cache.put({b"k": Score(0.5)})
+    cache.close()
+    connect = sqlite3.connect
+    monkeypatch.setattr(cache_module, "_TRIES", 1)
+    monkeypatch.setattr(sqlite3, "connect", lambda *given, **options: connect(*given, **{**options, "timeout": 0.01}))
+    with contextlib.closing(connect(path)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("DELETE FROM scores WHERE key = x'00'")
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            ScoreCache(path).get([b"k"])
+    assert list(ScoreCache(path).get([b"k"])) == [b"k"]
+    assert not path.with_name("scores.sqlite.broken").exists()
 
 
 # --- statistics ---

@@ -187,18 +187,24 @@ class StyleAdapter:
         Raises:
             ConfigError: a file that names no encoder, or one of another width.
         """
-        if encoder is not None or self._encoder is None:
-            named = encoder or self.file.metadata.get("image_encoder")
-            if named is None:
-                raise ConfigError(f"{self.path} names no image encoder; give condition(..., encoder=...)")
-            self._encoder = named if isinstance(named, ImageEncoder) else ImageEncoder.load(named, where="encoder")
-        if self._encoder.width != self.file.shape.width:
+        if isinstance(encoder, str):
+            encoder = ImageEncoder.load(encoder, where="encoder")
+        elif encoder is None:
+            encoder = self._encoder = self._encoder or self._named_encoder()
+        if encoder.width != self.file.shape.width:
             raise ConfigError(
-                f"{self.path}: takes vectors of width {self.file.shape.width}, the encoder makes {self._encoder.width}"
+                f"{self.path}: takes vectors of width {self.file.shape.width}, the encoder makes {encoder.width}"
             )
         network = self._attached().host.network
-        vectors = self._encoder(references).to(network.device, network.dtype)
+        vectors = encoder(references).to(network.device, network.dtype)
         return self._attached().host.call_options(vectors, guided=guided)
+
+    def _named_encoder(self) -> ImageEncoder:
+        """The encoder that the file names."""
+        named = self.file.metadata.get("image_encoder")
+        if named is None:
+            raise ConfigError(f"{self.path} names no image encoder; give condition(..., encoder=...)")
+        return ImageEncoder.load(named, where="encoder")
 
     def _attached(self) -> IpAdapter:
         if self._inside is None:

@@ -48,6 +48,9 @@ _MAKE_AGAIN = (
 )
 """The remedy for an image that is not in a cache, whose keys are pixels as they are read."""
 
+_PROCESSOR = "processor_files"
+"""Part of a model with the image processor of its text encoder, and perhaps the tokenizer."""
+
 SAMPLE = 1 << 20
 """Bytes read at the start, in the middle and at the end of a file of weights: ten gigabytes are not read through."""
 
@@ -81,6 +84,7 @@ class EmbeddingCache:
             value, made = now.get(name), self._made_with.get(name)
             # encoders that are not here any more cannot have changed, and a run may need none of references
             unused = value is None and (name.endswith("_files") or name.startswith("image_encoder"))
+            unused |= name == _PROCESSOR and name not in self._made_with  # which earlier versions did not record
             if value != made and not unused:
                 raise ConfigError(
                     f"model.embeddings: {folder} was made with {name} {made!r}, but now it is {value!r}; run `retouch "
@@ -149,7 +153,7 @@ class EmbeddingCache:
                 self.added["images"] += 1
 
     def _path(self, kind: str, content: bytes) -> Path:
-        of = ("image_encoder",) if kind == "reference" else ("vae_files",) if kind == "image" else ("text_files",)
+        of = {"reference": "image_encoder", "image": "vae_files", "text": ("text_files", _PROCESSOR)}[kind]
         names = [n for n in self._made_with if n.startswith(of) or n in ("family", "dtype", "max_sequence_length")]
         tiles = ["tiles"] if kind == "image" and self._tiles else []  # their latents differ near the edges of tiles
         model = json.dumps([self._made_with[n] for n in sorted(names)] + tiles)
@@ -247,6 +251,8 @@ def identity(model: Model) -> dict[str, Any]:
     }
     if model.weights_variant is not None:  # caches of earlier versions have no such key
         made["weights_variant"] = model.weights_variant
+    if model.spec.has_processor:
+        made[_PROCESSOR] = fingerprint(_folders(path, ("processor",)))
     encoder = model.reference_encoder
     if encoder is not None:
         made["image_encoder"] = encoder

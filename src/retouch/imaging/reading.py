@@ -43,6 +43,9 @@ def packed(image: Image.Image, name: str) -> PackedImage:
 
     Args:
         name: in place of a path in messages.
+
+    Raises:
+        ImageProblem: floating-point values, or integers of 32 bits.
     """
     stream = io.BytesIO()
     if image.mode in _PNG_MODES:
@@ -51,6 +54,7 @@ def packed(image: Image.Image, name: str) -> PackedImage:
         about = {name: value for name, value in (("exif", exif), ("dpi", resolution_of(image))) if value}
         upright.save(stream, "PNG", **about)
     else:
+        _require_levels(image, name)
         to_rgb(as_shown(image)).save(stream, "PNG")
     data = stream.getvalue()
     return PackedImage(name, lambda: data, hashlib.sha256(data).hexdigest())
@@ -78,8 +82,8 @@ def opened(path: Path | PackedImage) -> Iterator[Image.Image]:
     """An image file that is open and not yet decoded.
 
     Raises:
-        ImageProblem: missing, not an image, or a program in PostScript; truncated, where it is decoded within the
-            block.
+        ImageProblem: missing, not an image, a program in PostScript, or one with longer texts than Pillow reads;
+            truncated, where it is decoded within the block.
     """
     if isinstance(path, Path) and os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113  no error
         raise ImageProblem(f"{path}: not a file")  # opening a pipe would wait for its other end
@@ -95,6 +99,8 @@ def opened(path: Path | PackedImage) -> Iterator[Image.Image]:
             if most is not None and isinstance(key, int):
                 image.info["transparency"] = key * 255 // most
             yield image
+    except ImageProblem:
+        raise
     except FileNotFoundError:
         raise ImageProblem(f"{path}: no such file") from None
     except UnidentifiedImageError:
@@ -103,6 +109,8 @@ def opened(path: Path | PackedImage) -> Iterator[Image.Image]:
         raise ImageProblem(f"{path}: damaged image ({error}); replace the file") from None
     except Image.DecompressionBombError as error:
         raise ImageProblem(f"{path}: too large ({error}); scale it down first") from None
+    except ValueError as error:  # of texts that are stored compressed
+        raise ImageProblem(f"{path}: Pillow does not read it ({error}); save it again without its texts") from None
 
 
 def image_size(path: Path | PackedImage) -> tuple[int, int]:
@@ -130,17 +138,21 @@ def open_image(path: Path | PackedImage) -> Image.Image:
             PostScript.
     """
     with opened(path) as image:
-        unsigned = image.mode != "I" and image.format == "TIFF"
-        if image.mode.startswith("I") and not unsigned and image.format not in _SCALED:  # a mask of 0 and 1, or 65535?
-            low, high = image.getextrema()
-            raise ImageProblem(
-                f"{path}: holds integers of unknown scale (signed, of 32 bits, or of a format that states none), "
-                f"values {low} to {high}; convert it to an 8-bit PNG or JPEG, values 0 to 255"
-            )
-        shown = as_shown(image)
-    if shown.mode == "F":
-        raise ImageProblem(f"{path}: holds floating-point values; convert it to an 8-bit PNG or JPEG")
-    return shown
+        _require_levels(image, str(path))
+        return as_shown(image)
+
+
+def _require_levels(image: Image.Image, name: str) -> None:
+    """Raises: ImageProblem: values of which it is unknown what white is."""
+    if image.mode == "F":
+        raise ImageProblem(f"{name}: holds floating-point values; convert it to an 8-bit PNG or JPEG")
+    unsigned = image.mode != "I" and image.format == "TIFF"
+    if image.mode.startswith("I") and not unsigned and image.format not in _SCALED:  # a mask of 0 and 1, or 65535?
+        low, high = image.getextrema()
+        raise ImageProblem(
+            f"{name}: holds integers of unknown scale (signed, of 32 bits, or of a format that states none), "
+            f"values {low} to {high}; convert it to an 8-bit PNG or JPEG, values 0 to 255"
+        )
 
 
 def as_shown(image: Image.Image) -> Image.Image:

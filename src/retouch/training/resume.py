@@ -40,6 +40,7 @@ Base = Mapping[str, str | None]
 BASE = {
     "network_files": ("network", "path"),
     "text_files": ("text encoder", "path"),
+    "processor_files": ("processor", "path"),
     "vae_files": ("autoencoder", "path"),
     "image_encoder_files": ("image encoder", "train.image_encoder"),
     "distillation_lora_files": ("few-step LoRA", "distillation_lora.path"),
@@ -316,7 +317,7 @@ def _same_rows(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
 
 def _same_base(folder: Path, before: dict[str, Any], now: dict[str, Any], then: Base, today: Base) -> None:
     """By a sample of the files; by their paths where they are not here, then or now. Text encoders may be gone, when
-    `model.embeddings` has what they made."""
+    `model.embeddings` has what they made, and earlier versions did not record their processor."""
     for part, (name, option) in BASE.items():
         if part == "network_files" and now["model"].get("transformer"):
             option = "transformer"
@@ -327,7 +328,8 @@ def _same_base(folder: Path, before: dict[str, Any], now: dict[str, Any], then: 
         ]
         # Files that are here, then and now, are compared by content, wherever they lie. Where they are not, their paths
         # stand for them.
-        differs = kept != found if kept and found else part != "text_files" and paths[0] != paths[1]
+        may_be_gone = part in ("text_files", "processor_files")
+        differs = kept != found if kept and found else not may_be_gone and paths[0] != paths[1]
         if differs:
             raise CheckpointError(
                 f"{folder}: lies inside an epoch of another {name} than model.{option}={paths[1]} has (it was "

@@ -34,7 +34,7 @@ from retouch.imaging.reading import open_image, to_rgb
 from retouch.observe.comparison import BASE
 from retouch.observe.grids import grid
 from retouch.use import benchmark_distances
-from retouch.use.benchmark_images import about_weights, as_trained, batch_size, claim, sample_outputs, with_settings
+from retouch.use.benchmark_images import about_weights, as_trained, chunks_of, claim, sample_outputs, with_settings
 from retouch.use.items import make_folder
 from retouch.use.overlap import seen_in_training
 from retouch.use.trained import Trained
@@ -101,8 +101,12 @@ def run_benchmark(
         # Two passes. In the first this process scores its share of the images that are there; in the second it reads
         # what all shards have left on record. The last one to end finds nothing waiting and writes the result.
         for name, folder in places.items():
-            size = batch_size(configs[weights[name].run], benchmark) if name in weights else _BATCH
-            mine = [output for batch in own(outputs, share, size) for output in batch]
+            chunks = (
+                chunks_of(configs[weights[name].run], data.config, outputs, share, benchmark)
+                if name in weights
+                else own(outputs, share, _BATCH)
+            )
+            mine = [output for chunk in chunks for output in chunk]
             found, _ = reader.found(folder, mine)
             part = f"{share.index + 1}-of-{share.count}" if share.count > 1 else ""
             record = Observations(out / "observations", name, part)

@@ -111,9 +111,13 @@ def _hashes(place: Path) -> dict[str, str]:
     return {file.name: digest(file) for file in files if file.is_file()}
 
 
-def batch_size(config: RunConfig, benchmark: Benchmark) -> int:
-    """Outputs that are sampled together; shards divide the work by it."""
-    return benchmark.count if config.algorithm.trains_text_encoder else config.rollout.batch_size_per_device
+def chunks_of(
+    config: RunConfig, section: DataSection, outputs: Sequence[Output], shard: Shard, benchmark: Benchmark
+) -> list[list[Output]]:
+    """The outputs of a shard, in the chunks that are sampled together. It scores the same ones: no shard waits for the
+    images of another."""
+    size = benchmark.count if config.algorithm.trains_text_encoder else config.rollout.batch_size_per_device
+    return own(outputs, shard, size, shapes_of([output.item for output in outputs], section))
 
 
 def claim(folder: Path, about: Mapping[str, Any]) -> None:
@@ -179,8 +183,7 @@ def sample_outputs(
         config: see `with_settings`.
         weights: by the name of their folder; None is the base, which comes first.
     """
-    shapes = shapes_of([output.item for output in outputs], section)
-    chunks = own(outputs, shard, batch_size(config, benchmark), shapes)
+    chunks = chunks_of(config, section, outputs, shard, benchmark)
     missing = {
         name: [part for part in chunks if not all(_is_sampled(folder / name, output) for output in part)]
         for name in weights

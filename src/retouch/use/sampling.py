@@ -24,7 +24,7 @@ from retouch.data.sampler import derive_seed
 from retouch.errors import ConfigError
 from retouch.files.complete import COMPLETE
 from retouch.imaging.file_image import FileImage, read_file_image
-from retouch.imaging.masks import Box, read_mask
+from retouch.imaging.masks import Box, Pixels, mask_weights, read_mask
 from retouch.imaging.png import write_new_png
 from retouch.imaging.reading import open_image, to_rgb
 from retouch.observe import Stopwatch
@@ -39,6 +39,9 @@ from retouch.use.loaded import Loaded, for_items
 from retouch.use.trained import Trained
 
 logger = logging.getLogger(__name__)
+
+_LEAST_SHOWN = 0.5
+"""Share of the sample in the middle of a soft edge, below which there is a warning."""
 
 
 def sample_to_folder(
@@ -187,6 +190,8 @@ def _samples(
     """The samples of an item that was read and encoded."""
     steps = request.steps or loaded.config.evaluation.num_steps or loaded.config.rollout.num_steps
     source = read_file_image(item.source_path) if item.source_path and item.mask_path else None
+    if source is not None:
+        _warn_of_feather(item, section, request.feather)
     images: list[FileImage] = []
     for k in range(request.count):
         seed = derive_seed("sample", request.seed, example.id, k)
@@ -219,11 +224,26 @@ def into_source(
     source: FileImage, item: ItemFiles, image: Image.Image, box: Box, section: DataSection, feather: float
 ) -> FileImage:
     """Composite a generated image into the `box` of the source of an item, inside the item's mask only."""
+    scaled = image.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.LANCZOS)
+    return source.composite(scaled, box, _mask_of(item, section), feather)
+
+
+def _mask_of(item: ItemFiles, section: DataSection) -> Pixels:
+    """[H, W] of the whole source, white where to repaint."""
     assert item.mask_path is not None
     invert = item.inverts_mask(section.image_options)
-    mask = read_mask(open_image(item.mask_path), str(item.mask_path), invert=invert).mask
-    scaled = image.resize((box[2] - box[0], box[3] - box[1]), Image.Resampling.LANCZOS)
-    return source.composite(scaled, box, np.asarray(mask), feather)
+    return np.asarray(read_mask(open_image(item.mask_path), str(item.mask_path), invert=invert).mask)
+
+
+def _warn_of_feather(item: ItemFiles, section: DataSection, feather: float) -> None:
+    """Warn of a soft edge that is wider than the masked region: the sample would hardly show, or not at all."""
+    if feather and (most := mask_weights(_mask_of(item, section), feather).max()) < _LEAST_SHOWN:
+        logger.warning(
+            "--feather: given %g, but the masked region of %s is so narrow that at most %.0f %% of the sample shows in it; set less",
+            feather,
+            item.source_path,
+            100 * most,
+        )
 
 
 def _report(item: ItemFiles, reading: Reading, size: tuple[int, int]) -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from retouch.errors import first_line
 from retouch.families.loading import ModelFilesError
+from retouch.files.hub import snapshot
 
 if TYPE_CHECKING:
     from retouch.families.base import DistillationLora
@@ -29,7 +31,7 @@ def merge_distillation_lora(network: Any, lora: DistillationLora | None) -> None
     """Add the LoRA to the weights of a `QwenImageTransformer2DModel`, in their dtype; None adds nothing.
 
     Raises:
-        ModelFilesError: no such file, or a LoRA of another network.
+        ModelFilesError: no such file, a LoRA of another network, or a DoRA.
     """
     if lora is None:
         return
@@ -47,12 +49,32 @@ def _read(lora: DistillationLora) -> tuple[dict[str, Tensor], dict[str, Any] | N
     path = str(local) if local.exists() else lora.path
     loader: Any = QwenImageLoraLoaderMixin
     try:
-        return loader.lora_state_dict(path, weight_name=lora.weight_name, return_lora_metadata=True)
+        found = loader.lora_state_dict(path, weight_name=lora.weight_name, return_lora_metadata=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelFilesError(
             f"model.distillation_lora.path: given {lora.path!r}, which cannot be read as a LoRA of Qwen-Image: "
             f"{first_line(error)}; give a hub id, folder or file, and set weight_name where there are several files"
         ) from None
+    _refuse_dora(lora, local if local.exists() else Path(snapshot(lora.path) or ""))
+    return found
+
+
+def _refuse_dora(lora: DistillationLora, place: Path) -> None:
+    """Refuse magnitudes of DoRA, which diffusers leaves out: the rest merges into other weights than were distilled.
+
+    Args:
+        place: the file of the LoRA, or its folder.
+    """
+    named = place / lora.weight_name if lora.weight_name and place.is_dir() else place
+    for file in [named] if named.is_file() else place.glob("*.safetensors"):
+        if file.suffix != ".safetensors":
+            continue
+        with safe_open(file, "pt") as opened:
+            if scale := next((name for name in opened.keys() if "dora_scale" in name), None):  # noqa: SIM118
+                raise ModelFilesError(
+                    f"model.distillation_lora.path: {file} holds {scale}, of a DoRA, which is not supported; give a "
+                    "LoRA"
+                )
 
 
 def _require_modules(network: nn.Module, tensors: Mapping[str, Tensor], lora: DistillationLora) -> None:

@@ -37,6 +37,12 @@ class SdxlInpaint(UnetInpaint):
     section = SdxlInpaintModel
 
     def __init__(self, network: Any, vae: Any, *parts: Any, **options: Any) -> None:
+        if vae.config.latents_mean is not None or vae.config.latents_std is not None:
+            # the pipeline decodes with them and encodes without: an inpainting U-Net trained on either is unknown
+            raise ModelFilesError(
+                "model.path: its vae/config.json has latents_mean and latents_std, which sdxl_inpaint does not apply; "
+                "set a model whose autoencoder has scaling_factor alone"
+            )
         if vae.dtype == torch.float16 and vae.config.force_upcast:
             vae = vae.float()  # activations of the released autoencoder overflow in fp16
         super().__init__(network, vae, *parts, **options)

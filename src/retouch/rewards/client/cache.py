@@ -9,6 +9,7 @@ import math
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,15 +23,22 @@ logger = logging.getLogger(__name__)
 
 _TABLE = "CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, value REAL NOT NULL, detail TEXT NOT NULL)"
 
+_PARTS = ("", "-wal", "-shm", "-journal")
+"""Endings of the files of a database: a write-ahead log would be played back into a new file of its name."""
+
+_TRIES, _PAUSE_S = 50, 0.1
+"""Attempts to open a file that several processes make at the same moment, and seconds between two."""
+
 
 class ScoreCache:
     """A table of scores in one sqlite file for several threads and processes of one machine (the write-ahead log is
-    shared memory). A file that is not a database is renamed and replaced.
+    shared memory). A file that is not a database is renamed and replaced. Every method raises sqlite3.Error where the
+    file cannot be used at the moment: another process holds it, or the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if a link or a pipe is in the place of one of its files."""
-        for ending in ("", "-wal", "-shm", "-journal"):
+        for ending in _PARTS:
             require_no_link(path.with_name(path.name + ending))
         self.path = path
         self._lock = threading.Lock()
@@ -73,17 +81,29 @@ class ScoreCache:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 self._connection = self._connect()
+            except sqlite3.OperationalError:  # locked, or an error of the disk: its scores may have had a price
+                raise
             except sqlite3.DatabaseError as error:
                 aside = self.path.with_suffix(self.path.suffix + ".broken")
                 logger.warning("%s is not a cache of scores (%s); it is moved to %s", self.path, error, aside)
-                self.path.replace(aside)
+                for ending in _PARTS:
+                    with suppress(FileNotFoundError):
+                        self.path.with_name(self.path.name + ending).replace(aside.with_name(aside.name + ending))
                 self._connection = self._connect()
             self._pid = os.getpid()
         return self._connection
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=30, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode = WAL")
+        for left in reversed(range(_TRIES)):
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                break
+            except sqlite3.OperationalError:  # sqlite itself does not wait for another process that sets it
+                if not left:
+                    connection.close()
+                    raise
+                time.sleep(_PAUSE_S)
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute(_TABLE)
         return connection
