@@ -38,14 +38,16 @@ test-rest: .venv/.installed ## Run what make test-ci runs and make test does not
 test-all: .venv/.installed ## Run every test that needs no GPU (hours), before a release
 	@$(call beside_lint,$(TEST) $(WORKERS) -m "not gpu")
 
-repeat: lint ## Run the tests that failed once more, alone, until one fails again
+repeat: .venv/.installed ## Run the tests that failed once more, alone, until one fails again
 	@test "$$(cat .venv/tests.code)" = 1 || { echo "repeat: not every test was run"; exit 1; }
+	@test "$$(cat .venv/lint.code)" = 0 || { echo "repeat: make lint failed"; exit 1; }
 	$(TEST) -vv --last-failed --last-failed-no-failures none --maxfail 1
 	@echo "unsteady: the tests named above failed before, and pass alone"
 
-# A command while make lint runs; fails if either does.
+# A command while make lint runs; fails if either does. What both ended with is kept for make repeat.
 beside_lint = $(MAKE) --no-print-directory lint > .venv/lint.log 2>&1 & lint=$$!; \
-	$(1); tests=$$?; echo $$tests > .venv/tests.code; wait $$lint; lint=$$?; cat .venv/lint.log; exit $$((tests + lint))
+	$(1); tests=$$?; echo $$tests > .venv/tests.code; wait $$lint; lint=$$?; echo $$lint > .venv/lint.code; \
+	cat .venv/lint.log; exit $$((tests + lint))
 
 trust: .venv/.installed ## Fuzz everything that is read: over 10,000 cases, minutes
 	RETOUCH_FUZZ_CASES=1000 RETOUCH_FUZZ_OUT=benchmarks/results/fuzz.json $(TEST) -q -W ignore tests/fuzz

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -37,16 +38,18 @@ def run_yaml(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def no_file_over_a_kilobyte() -> Iterator[None]:
-    """As on a full disk: the system refuses, whichever library writes."""
+    """As on a full disk: the system refuses, whichever library writes. No fixture: before its end pytest writes that
+    the test has passed, to a file perhaps."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.usefixtures("no_file_over_a_kilobyte")
 @pytest.mark.parametrize(
     ("write", "reason"),
     [
@@ -58,7 +61,7 @@ def no_file_over_a_kilobyte() -> Iterator[None]:
     ids=["safetensors", "torch", "Pillow", "Python"],
 )
 def test_every_library_that_cannot_write(tmp_path: Path, write: Callable[[Path], object], reason: str) -> None:
-    with pytest.raises(OSError) as raised, writing(tmp_path / "run"):
+    with pytest.raises(OSError) as raised, no_file_over_a_kilobyte(), writing(tmp_path / "run"):
         write(tmp_path / "file")
     assert file_problem(raised.value) == f"{tmp_path / 'run'}: {reason}; {FULL}"
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shlex
 import subprocess
 import sys
 import tracemalloc
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,9 +22,20 @@ from retouch.config import ConfigError
 from retouch.files.disk import only_writer
 from retouch.rewards import REWARDS
 from retouch.rewards import environments as module
-from retouch.rewards.environments import environment_of, environments, make, own_dependencies, own_requirement, resolve
+from retouch.rewards.environments import (
+    Environment,
+    environment_of,
+    environments,
+    make,
+    own_dependencies,
+    own_requirement,
+    resolve,
+)
 
 NAMES = sorted(environments())
+
+RESOLVER = "RETOUCH_TEST_RESOLVER"
+"""Variable with a command that reads requirements and prints the releases that fit together."""
 
 
 @pytest.fixture
@@ -143,17 +157,56 @@ def test_a_failure_has_the_last_error_of_pip(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
-def test_the_releases_of_an_environment_fit_together(name: str, tmp_path: Path) -> None:
+def test_the_releases_of_an_environment_fit_together(name: str) -> None:
     """pip resolves it from the metadata of the configured index; no package is downloaded (8 to 18 s of CPU time)."""
     if importlib.util.find_spec("pip") is None:
         pytest.skip("this environment has no pip")
     asked = [sys.executable, "-m", "pip", "index", "versions", "packaging", "--retries", "0", "--timeout", "10"]
     if subprocess.run(asked, capture_output=True).returncode:
         pytest.skip("no package index can be reached")
-    found = resolve(environments()[name])
-    pins = [Requirement(one) for one in environments()[name].constraints]
+    require_fit(environments()[name])
+
+
+@pytest.mark.skipif(RESOLVER not in os.environ, reason=f"{RESOLVER} is not set, as .ci/run does")
+@pytest.mark.parametrize("name", NAMES)
+def test_they_fit_together_by_the_resolver_of_ci(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uv needs a thirtieth of pip's CPU time for the same requirements and limits."""
+
+    def run(command: Sequence[str], problem: str) -> None:
+        limits, wanted = command.index("-c") + 1, command[command.index("-c") + 2 :]
+        words = [*shlex.split(os.environ[RESOLVER]), "--no-header", "--no-annotate", "-c", command[limits], "-"]
+        done = subprocess.run(words, input="\n".join(wanted), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found = [Requirement(line) for line in done.stdout.splitlines()]
+        report = [{"metadata": {"name": one.name, "version": str(one.specifier)[2:]}} for one in found]
+        Path(command[command.index("--report") + 1]).write_text(json.dumps({"install": report}))
+
+    monkeypatch.setattr(module, "_PIP", (0, 0))
+    monkeypatch.setattr(module, "_run", run)
+    require_fit(environments()[name])
+
+
+def require_fit(environment: Environment) -> None:
+    found = resolve(environment)
+    pins = [Requirement(one) for one in environment.constraints]
     assert all(pin.specifier.contains(found[pin.name]) for pin in pins if pin.name in found)
-    assert {one.name for one in map(Requirement, environments()[name].requirements)} <= {*found}
+    assert {one.name for one in map(Requirement, environment.requirements)} <= {*found}
+
+
+def test_pip_resolves_without_an_index_what_a_folder_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command as it is, and its report."""
+    for name, release, needs in (("one", "1.0", "two<3"), ("two", "2.5", ""), ("two", "3.0", "")):
+        with zipfile.ZipFile(tmp_path / f"{name}-{release}-py3-none-any.whl", "w") as wheel:
+            about = f"{name}-{release}.dist-info"
+            needed = f"Requires-Dist: {needs}\n" if needs else ""
+            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n{needed}")
+            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{about}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    environment = Environment("e", "", [], [], ["one"], ["one==1.0"], [], {})
+    assert resolve(environment) == {"one": "1.0", "two": "2.5"}
 
 
 def test_programs_of_the_working_directory_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
