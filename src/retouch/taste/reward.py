@@ -15,7 +15,7 @@ from retouch.errors import ConfigError, DataError
 from retouch.imaging.masks import read_mask
 from retouch.imaging.reading import open_image, to_rgb
 from retouch.rewards.scorers.weights import file_digest
-from retouch.taste.extractor import Extractor
+from retouch.taste.extractor import STATISTICS, Extractor
 from retouch.taste.fitting import Features, FittedTaste, Quality, fit_head, folds_of, measure
 from retouch.taste.head import TasteFile, write_taste
 from retouch.taste.votes import REPLACED, Vote, VotedImage, read_votes, replaced
@@ -67,7 +67,7 @@ def features_of(images: Iterable[VotedImage], encoder: Extractor) -> Features:
     for image in replaced(unique.values()):
         raise DataError(f"{image.image}: {REPLACED}")
     rows = [encode(image, encoder) for image in unique.values()]
-    return Features({key: row for row, key in enumerate(unique)}, np.stack(rows).astype(np.float64))
+    return Features({key: row for row, key in enumerate(unique)}, np.stack(rows).astype(np.float64), STATISTICS)
 
 
 def encode(image: VotedImage, encoder: Extractor) -> np.ndarray[Any, Any]:
