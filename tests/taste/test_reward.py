@@ -57,6 +57,7 @@ def scorer(path: Path, **options: object) -> TasteScorer:
 
 def item(value: float, mask: bool = True) -> RewardItem:
     pixels = np.clip(128 + np.array([value, 0, -value]) + np.zeros((24, 40, 3)), 0, 255).astype(np.uint8)
+    pixels[8:16, 10:30] += 1
     white = np.zeros((24, 40), np.uint8)
     white[8:16, 10:30] = 255
     return RewardItem("one", "a sign", pixels, mask=white if mask else None)
