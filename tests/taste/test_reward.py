@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from PIL import Image
 
 from retouch.algorithms.kto.config import label_of
+from retouch.config import RunConfig
+from retouch.config.check import require_trainable
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import read_item
 from retouch.data.formats.votes import VotesData
@@ -20,7 +23,7 @@ from retouch.rewards.scorers.taste import TasteReward, TasteScorer
 from retouch.taste.choosing import Chooser
 from retouch.taste.extractor import Extractor
 from retouch.taste.head import read_taste
-from retouch.taste.reward import fit_reward
+from retouch.taste.reward import features_of, fit_reward, half_of
 from retouch.taste.votes import Vote, VotedImage, VoteFile, read_votes
 from retouch.types import Score
 from tests.command_line import retouch
@@ -36,9 +39,9 @@ def warmth(image: VotedImage) -> float:
 def votes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A voter who likes warm images, with 10 % noise."""
     folder, draw = tmp_path_factory.mktemp("voted"), np.random.default_rng(0)
-    images = [drawn_image(folder, e, k, float(draw.uniform(-60, 60))) for e in range(20) for k in range(3)]
+    images = [drawn_image(folder, e, k, float(draw.uniform(-60, 60))) for e in range(30) for k in range(3)]
     path = folder / "votes.jsonl"
-    vote(Chooser(images, 0, alone=False, informative=None), VoteFile(path), warmth, 60)
+    vote(Chooser(images, 0, alone=False, informative=None), VoteFile(path), warmth, 90)
     return path
 
 
@@ -81,6 +84,57 @@ def test_values_have_the_gradient_of_the_scores(taste: Path) -> None:
     assert red > blue  # warmer is better
 
 
+def test_a_fit_sees_the_pixels_that_training_sees(
+    votes: Path, tmp_path: Path, config: Callable[..., RunConfig]
+) -> None:
+    """Votes on images of 40 x 24: a run shows its window of them to the reward, at its own size."""
+    out = tmp_path / "taste.safetensors"
+
+    def run(**data: object) -> RunConfig:
+        options = {f"data__{name}": value for name, value in data.items()}
+        return config(rewards={"taste": {"path": str(out)}}, **options)
+
+    fitted, _ = fit_reward(votes, out, "tiny", run=run(resolution=[32, 32]))
+    assert fitted.sizes == [(32, 32)] and read_taste(out).fit == "crop"
+    one, section = read_votes(votes)[0].left, VotesData(path=str(votes), resolution=(32, 32))
+    shown = next(read_item(i, section)[0] for i in items_of(votes, votes_as="labels") if i.target_path == one.image)
+    assert shown.target is not None and shown.mask is not None
+    features, sizes = features_of([one], Extractor("tiny"), section)
+    pixels = torch.tensor(np.asarray(shown.target)).permute(2, 0, 1) / 255
+    assert sizes == {(32, 32)}
+    assert features.values[0].tolist() == Extractor("tiny")(pixels, np.asarray(shown.mask)).tolist()
+    require_trainable(run(resolution=[32, 32]))
+    with pytest.raises(ConfigError, match=r"fitted to images of 32 x 32 .*the run scores images of 32 x 64"):
+        require_trainable(run(resolution=[32, 64]))
+    with pytest.raises(ConfigError, match=r"data.fit=crop"):
+        require_trainable(run(resolution=[32, 32], fit="stretch"))
+    fit_reward(votes, out, "tiny")  # as they are
+    with pytest.raises(ConfigError, match=r"images of 24 x 40 .*--config RUN.yaml"):
+        require_trainable(run(resolution=[32, 32]))
+
+
+def test_votes_that_come_later_change_no_half_and_no_id(votes: Path, tmp_path: Path) -> None:
+    """Another example, in front of the others by name and in the file."""
+    before, lines = read_votes(votes), votes.read_text().splitlines()
+    more = tmp_path / "votes.jsonl"
+    new = json.loads(lines[0]) | {"voter": "bob"}
+    new["left"] |= {"example": "!"}
+    new["right"] |= {"example": "!"}
+    folder = votes.parent.resolve()
+    kept = [json.loads(line) for line in lines]
+    for entry in (new, *kept):
+        for side in ("left", "right"):
+            entry[side] |= {name: str(folder / Path(entry[side][name]).name) for name in ("image", "mask")}
+    more.write_text("".join(json.dumps(entry) + "\n" for entry in (new, *kept)))
+    assert [one.id for one in items_of(more)][1:] == [one.id for one in items_of(votes)]
+    halves = {vote.left.example: half_of(vote.left.example) for vote in before}
+    assert {*halves.values()} == {"first", "second"}
+    sizes = {half: sum(half_of(v.left.example) == half for v in before) for half in ("first", "second")}
+    for half, size in sizes.items():
+        told, _ = fit_reward(votes, tmp_path / "half.safetensors", "tiny", half=half)  # type: ignore[arg-type]
+        assert told.about["votes"] == size
+
+
 def test_a_batch_and_an_odd_mask_change_no_score(taste: Path) -> None:
     made, items = scorer(taste), [item(-20.0), item(30.0), item(30.0, mask=False)]
     assert made.score(items) == [made.score([one])[0] for one in items]
@@ -115,7 +169,7 @@ def test_the_command_says_what_the_fit_is_worth(votes: Path, tmp_path: Path) -> 
     done = retouch("reward", "fit", str(votes), "--out", str(out), "--extractor", "tiny", "--half", "second", "--json")
     told = json.loads(done.out)
     assert done.code == 0 and told["half"] == "second" and told["accuracy"]["low"] > 0.5
-    assert 20 <= told["votes"] <= 40 and read_taste(out).noise == told["min_group_std"]
+    assert 30 <= told["votes"] <= 60 and read_taste(out).noise == told["min_group_std"]
 
 
 def items_of(votes: Path, **options: object) -> list[ItemFiles]:
@@ -126,14 +180,14 @@ def items_of(votes: Path, **options: object) -> list[ItemFiles]:
 
 def test_votes_are_pairs_for_dpo_and_labels_for_kto(votes: Path, tmp_path: Path) -> None:
     pairs = items_of(votes)
-    assert len(pairs) == 60 and len({one.id for one in pairs}) == 60
+    assert len(pairs) == 90 and len({one.id for one in pairs}) == 90
     first, of_file = pairs[0], read_votes(votes)[0]
     assert of_file.right is not None
     sides = {of_file.left.image, of_file.right.image}
     assert {first.win_path, first.lose_path} == sides and first.mask_path == of_file.left.mask
     assert first.win_path == (of_file.left if of_file.answer == "left" else of_file.right).image
     labelled = items_of(votes, votes_as="labels")
-    assert [label_of(one) for one in labelled] == [True, False] * 60
+    assert [label_of(one) for one in labelled] == [True, False] * 90
     assert labelled[0].target_path == first.win_path and labelled[0].target == "file"
     assert VotesData.recognises(votes) and not VotesData.recognises(tmp_path)
 

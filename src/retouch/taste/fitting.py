@@ -190,7 +190,7 @@ def _noise(fitted: Fit, features: Features, votes: Sequence[Vote], scores: Float
     return float(np.median(np.sqrt(variance / 2))) * float((values * (1 - values)).mean())
 
 
-def folds_of(votes: Sequence[Vote], count: int = _FOLDS) -> NDArray[np.intp]:
+def folds_of(votes: Sequence[Vote]) -> NDArray[np.intp]:
     """[V] fold of each vote: that of its example, sampled with a fixed seed.
 
     Raises:
@@ -203,7 +203,7 @@ def folds_of(votes: Sequence[Vote], count: int = _FOLDS) -> NDArray[np.intp]:
             "measured on examples that it has not seen; vote on more"
         )
     random.Random(0).shuffle(examples)
-    fold = {example: place % count for place, example in enumerate(examples)}
+    fold = {example: place % _FOLDS for place, example in enumerate(examples)}
     return np.array([fold[vote.left.example] for vote in votes], dtype=np.intp)
 
 

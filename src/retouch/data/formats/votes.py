@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import entries_of, suffix_of
 from retouch.data.remote import local_path
+from retouch.data.sampler import derive_seed
 from retouch.taste.votes import REPLACED, Vote, VotedImage, read_votes, replaced
 
 
@@ -40,8 +41,13 @@ class VotesData(ImageSection):
         parts = _labels if self.votes_as == "labels" else self._pairs
         votes = read_votes(path)
         wrong = replaced(image for vote in votes for image in vote.images)
-        found = [(*part, {*vote.images} & wrong) for vote in votes for part in parts(vote)]
-        return [item_or_error(f"item {i}", _item, image, i, *rest) for i, (image, *rest) in enumerate(found)]
+        found = [(vote, k, *part) for vote in votes for k, part in enumerate(parts(vote))]
+        return [
+            item_or_error(
+                f"vote {vote.number} of {vote.voter}", _item, image, id_of(vote, k), more, {*vote.images} & wrong
+            )
+            for vote, k, image, more in found
+        ]
 
     def _pairs(self, vote: Vote) -> Iterator[tuple[VotedImage, dict[str, Any]]]:
         if (sides := _decided(vote)) is None:
@@ -50,6 +56,11 @@ class VotesData(ImageSection):
         yield win, {"win_path": win.image, "lose_path": lose.image}
         if self.source_is_rejected and win.source is not None:
             yield win, {"win_path": win.image, "lose_path": win.source}
+
+
+def id_of(vote: Vote, part: int) -> int:
+    """Id of an example that a vote gives: it does not change when other votes are added or taken back."""
+    return derive_seed("vote", vote.voter, vote.number, part) >> 11  # a number that JSON keeps everywhere
 
 
 def _decided(vote: Vote) -> tuple[VotedImage, VotedImage] | None:
