@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from retouch.config.check import require_trainable
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import read_item
 from retouch.data.formats.votes import VotesData
+from retouch.data.split import split
 from retouch.errors import ConfigError, DataError
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.taste import TasteReward, TasteScorer
@@ -133,6 +135,19 @@ def test_votes_that_come_later_change_no_half_and_no_id(votes: Path, tmp_path: P
     for half, size in sizes.items():
         told, _ = fit_reward(votes, tmp_path / "half.safetensors", "tiny", half=half)  # type: ignore[arg-type]
         assert told.about["votes"] == size
+
+
+def test_votes_are_divided_by_example(votes: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "votes"
+    shutil.copytree(votes.parent, folder)
+    file = VoteFile(folder / "votes.jsonl")
+    left, right = (i for i in file.all()[0].images)
+    file.add(Vote(0, "ann", "tie", left, right))
+    file.add(Vote(0, "bob", "left", left, right))
+    file.undo("bob")
+    train, held_out = (read_votes(part) for part in split(file.path, 0.3))
+    assert sorted(v.number for v in (*train, *held_out)) == [v.number for v in file.all()]
+    assert not {v.left.example for v in train} & {v.left.example for v in held_out} and len(held_out) > 9
 
 
 def test_a_batch_and_an_odd_mask_change_no_score(taste: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -10,7 +10,7 @@ from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, ite
 from retouch.data.lists import entries_of, suffix_of
 from retouch.data.remote import local_path
 from retouch.data.sampler import derive_seed
-from retouch.taste.votes import REPLACED, Vote, VotedImage, read_votes, replaced
+from retouch.taste.votes import REPLACED, Vote, VotedImage, line_of, read_votes, replaced
 
 
 class VotesData(ImageSection):
@@ -33,6 +33,29 @@ class VotesData(ImageSection):
 
     def listing(self) -> Path | None:
         return local_path(self.path)
+
+    def divisible(self) -> list[tuple[Mapping[str, Any], ItemFiles]]:
+        """The votes that were not taken back; those on one example, or on one source, stay together."""
+        path = local_path(self.path)
+        votes = read_votes(path)
+        first: dict[str, VotedImage] = {}
+        for vote in votes:
+            first.setdefault(vote.left.example, vote.left)
+        return [
+            (
+                line_of(vote, path.parent),
+                ItemFiles(
+                    number,
+                    vote.left.prompt,
+                    vote.left.source,
+                    target_path=first[vote.left.example].image,
+                    win_path=vote.left.image,
+                    lose_path=None if vote.right is None else vote.right.image,
+                    metadata={} if vote.left.text is None else {"text": vote.left.text},
+                ),
+            )
+            for number, vote in enumerate(votes)
+        ]
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         path = local_path(self.path)
