@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     images = images_to_vote_on(options.samples, options.samples.parent)
-    features = features_of(images, Extractor(options.extractor))
+    features, _ = features_of(images, Extractor(options.extractor))
     result: dict[str, Any] = {"images": len(images), "noise": NOISE, "measures": {}}
     for name, of in MEASURES.items():
         value = {image.key: of(image) for image in images}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,5 +104,35 @@ def test_single_images_are_ranked(tmp_path: Path) -> None:
 def test_rounding_of_a_constant_is_no_feature() -> None:
     values = np.random.default_rng(0).normal(size=(30, 2))
     values[:, 1] = 100 + 1e-6 * values[:, 1]
-    features = Features({}, values)
-    assert features.scale[1][1] == 1.0 and abs(features.components[:, -1]).max() < 1e-4
+    features = Features({f"one {row}": row for row in range(30)}, values)
+    assert (features.scale * values.std(axis=0) * 2**0.5).tolist() == pytest.approx([1.0, 0.0], abs=1e-5)
+
+
+def test_features_are_scaled_by_what_differs_within_examples(tmp_path: Path) -> None:
+    """The taste is a small difference within examples, in a feature that differs between them 100 times as far."""
+    images = images_of(40, 4)
+    features = features_of(images)
+    features.values[:, 0] += 100 * np.repeat(np.random.default_rng(1).normal(size=40), 4)
+    votes = votes_of(features, tmp_path, 200, noise=0.1)
+    found = measure(features, votes)
+    assert found.accuracy is not None and found.accuracy.value - 0.5 >= 0.8 * (0.9 - 0.5)
+    head = fit_head(features, votes)
+    scores = features.values @ head.weights - head.threshold
+    assert scores.std() == pytest.approx(1.0) and abs(scores.mean()) < 1e-6  # no value is 0 or 1 by its example alone
+
+
+def test_vectors_that_tell_nothing_of_the_taste_are_left_out(tmp_path: Path) -> None:
+    """12 statistics beside 120 numbers of an encoder that only the votes of the training examples fit."""
+    images = images_of(40, 4)
+    features = features_of(images, width=132)
+    votes = vote(
+        Chooser(images, 0, alone=False, informative=None),
+        VoteFile(tmp_path / "votes.jsonl"),
+        lambda image: float(features.values[features.keys[image.key], -1]),
+        150,
+    )
+    both = replace(features, statistics=12)
+    head = fit_head(both, votes)
+    assert head.share < 1 and abs(head.weights).argmax() == 131
+    one, other = measure(both, votes).accuracy, measure(features, votes).accuracy
+    assert one is not None and other is not None and one.value > other.value + 0.05

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +13,19 @@ import torch
 from PIL import Image
 
 from retouch.algorithms.kto.config import label_of
+from retouch.config import RunConfig
+from retouch.config.check import require_trainable
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import read_item
 from retouch.data.formats.votes import VotesData
+from retouch.data.split import split
 from retouch.errors import ConfigError, DataError
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.taste import TasteReward, TasteScorer
 from retouch.taste.choosing import Chooser
 from retouch.taste.extractor import Extractor
 from retouch.taste.head import read_taste
-from retouch.taste.reward import fit_reward
+from retouch.taste.reward import features_of, fit_reward, half_of
 from retouch.taste.votes import Vote, VotedImage, VoteFile, read_votes
 from retouch.types import Score
 from tests.command_line import retouch
@@ -36,9 +41,9 @@ def warmth(image: VotedImage) -> float:
 def votes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A voter who likes warm images, with 10 % noise."""
     folder, draw = tmp_path_factory.mktemp("voted"), np.random.default_rng(0)
-    images = [drawn_image(folder, e, k, float(draw.uniform(-60, 60))) for e in range(20) for k in range(3)]
+    images = [drawn_image(folder, e, k, float(draw.uniform(-60, 60))) for e in range(30) for k in range(3)]
     path = folder / "votes.jsonl"
-    vote(Chooser(images, 0, alone=False, informative=None), VoteFile(path), warmth, 60)
+    vote(Chooser(images, 0, alone=False, informative=None), VoteFile(path), warmth, 90)
     return path
 
 
@@ -57,6 +62,7 @@ def scorer(path: Path, **options: object) -> TasteScorer:
 
 def item(value: float, mask: bool = True) -> RewardItem:
     pixels = np.clip(128 + np.array([value, 0, -value]) + np.zeros((24, 40, 3)), 0, 255).astype(np.uint8)
+    pixels[8:16, 10:30] += 1
     white = np.zeros((24, 40), np.uint8)
     white[8:16, 10:30] = 255
     return RewardItem("one", "a sign", pixels, mask=white if mask else None)
@@ -78,6 +84,70 @@ def test_values_have_the_gradient_of_the_scores(taste: Path) -> None:
     assert pixels.grad is not None
     red, _, blue = pixels.grad[0].sum(dim=(1, 2))
     assert red > blue  # warmer is better
+
+
+def test_a_fit_sees_the_pixels_that_training_sees(
+    votes: Path, tmp_path: Path, config: Callable[..., RunConfig]
+) -> None:
+    """Votes on images of 40 x 24: a run shows its window of them to the reward, at its own size."""
+    out = tmp_path / "taste.safetensors"
+
+    def run(**data: object) -> RunConfig:
+        options = {f"data__{name}": value for name, value in data.items()}
+        return config(rewards={"taste": {"path": str(out)}}, **options)
+
+    fitted, _ = fit_reward(votes, out, "tiny", run=run(resolution=[32, 32]))
+    assert fitted.sizes == [(32, 32)] and read_taste(out).fit == "crop"
+    one, section = read_votes(votes)[0].left, VotesData(path=str(votes), resolution=(32, 32))
+    shown = next(read_item(i, section)[0] for i in items_of(votes, votes_as="labels") if i.target_path == one.image)
+    assert shown.target is not None and shown.mask is not None
+    features, sizes = features_of([one], Extractor("tiny"), section)
+    pixels = torch.tensor(np.asarray(shown.target)).permute(2, 0, 1) / 255
+    assert sizes == {(32, 32)}
+    assert features.values[0].tolist() == Extractor("tiny")(pixels, np.asarray(shown.mask)).tolist()
+    require_trainable(run(resolution=[32, 32]))
+    with pytest.raises(ConfigError, match=r"fitted to images of 32 x 32 .*the run scores images of 32 x 64"):
+        require_trainable(run(resolution=[32, 64]))
+    with pytest.raises(ConfigError, match=r"data.fit=crop"):
+        require_trainable(run(resolution=[32, 32], fit="stretch"))
+    fit_reward(votes, out, "tiny")  # as they are
+    with pytest.raises(ConfigError, match=r"images of 24 x 40 .*--config RUN.yaml"):
+        require_trainable(run(resolution=[32, 32]))
+
+
+def test_votes_that_come_later_change_no_half_and_no_id(votes: Path, tmp_path: Path) -> None:
+    """Another example, in front of the others by name and in the file."""
+    before, lines = read_votes(votes), votes.read_text().splitlines()
+    more = tmp_path / "votes.jsonl"
+    new = json.loads(lines[0]) | {"voter": "bob"}
+    new["left"] |= {"example": "!"}
+    new["right"] |= {"example": "!"}
+    folder = votes.parent.resolve()
+    kept = [json.loads(line) for line in lines]
+    for entry in (new, *kept):
+        for side in ("left", "right"):
+            entry[side] |= {name: str(folder / Path(entry[side][name]).name) for name in ("image", "mask")}
+    more.write_text("".join(json.dumps(entry) + "\n" for entry in (new, *kept)))
+    assert [one.id for one in items_of(more)][1:] == [one.id for one in items_of(votes)]
+    halves = {vote.left.example: half_of(vote.left.example) for vote in before}
+    assert {*halves.values()} == {"first", "second"}
+    sizes = {half: sum(half_of(v.left.example) == half for v in before) for half in ("first", "second")}
+    for half, size in sizes.items():
+        told, _ = fit_reward(votes, tmp_path / "half.safetensors", "tiny", half=half)  # type: ignore[arg-type]
+        assert told.about["votes"] == size
+
+
+def test_votes_are_divided_by_example(votes: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "votes"
+    shutil.copytree(votes.parent, folder)
+    file = VoteFile(folder / "votes.jsonl")
+    left, right = (i for i in file.all()[0].images)
+    file.add(Vote(0, "ann", "tie", left, right))
+    file.add(Vote(0, "bob", "left", left, right))
+    file.undo("bob")
+    train, held_out = (read_votes(part) for part in split(file.path, 0.3))
+    assert sorted(v.number for v in (*train, *held_out)) == [v.number for v in file.all()]
+    assert not {v.left.example for v in train} & {v.left.example for v in held_out} and len(held_out) > 9
 
 
 def test_a_batch_and_an_odd_mask_change_no_score(taste: Path) -> None:
@@ -114,7 +184,7 @@ def test_the_command_says_what_the_fit_is_worth(votes: Path, tmp_path: Path) -> 
     done = retouch("reward", "fit", str(votes), "--out", str(out), "--extractor", "tiny", "--half", "second", "--json")
     told = json.loads(done.out)
     assert done.code == 0 and told["half"] == "second" and told["accuracy"]["low"] > 0.5
-    assert 20 <= told["votes"] <= 40 and read_taste(out).noise == told["min_group_std"]
+    assert 30 <= told["votes"] <= 60 and read_taste(out).noise == told["min_group_std"]
 
 
 def items_of(votes: Path, **options: object) -> list[ItemFiles]:
@@ -125,14 +195,14 @@ def items_of(votes: Path, **options: object) -> list[ItemFiles]:
 
 def test_votes_are_pairs_for_dpo_and_labels_for_kto(votes: Path, tmp_path: Path) -> None:
     pairs = items_of(votes)
-    assert len(pairs) == 60 and len({one.id for one in pairs}) == 60
+    assert len(pairs) == 90 and len({one.id for one in pairs}) == 90
     first, of_file = pairs[0], read_votes(votes)[0]
     assert of_file.right is not None
     sides = {of_file.left.image, of_file.right.image}
     assert {first.win_path, first.lose_path} == sides and first.mask_path == of_file.left.mask
     assert first.win_path == (of_file.left if of_file.answer == "left" else of_file.right).image
     labelled = items_of(votes, votes_as="labels")
-    assert [label_of(one) for one in labelled] == [True, False] * 60
+    assert [label_of(one) for one in labelled] == [True, False] * 90
     assert labelled[0].target_path == first.win_path and labelled[0].target == "file"
     assert VotesData.recognises(votes) and not VotesData.recognises(tmp_path)
 

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from retouch.taste.choosing import Ballot, Chooser
-from retouch.taste.extractor import Extractor
+from retouch.taste.extractor import STATISTICS, Extractor
 from retouch.taste.fitting import Features
 from retouch.taste.head import TasteFile, write_taste
 from retouch.taste.images import voted_image
@@ -52,9 +52,9 @@ def vote(chooser: Chooser, file: VoteFile, taste: Taste, count: int, noise: floa
 
 def random_head(folder: Path) -> Path:
     """A file of `retouch reward fit` with random weights, for the encoder of the package."""
-    weights = np.random.default_rng(0).normal(size=384) / 40
+    weights = np.random.default_rng(0).normal(size=2 * 64 + STATISTICS) / 25
     path = folder / "taste.safetensors"
-    write_taste(path, TasteFile(weights, 0.1, "tiny", Extractor("tiny").revision, 0.05, {"votes": 0}))
+    write_taste(path, TasteFile(weights, 0.1, "tiny", Extractor("tiny").revision, 0.05, [], None, {"votes": 0}))
     return path
 
 

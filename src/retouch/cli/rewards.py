@@ -190,6 +190,12 @@ def fit(
         str,
         typer.Option(help='Image encoder: hub id or folder of a SigLIP, CLIP or DINOv2; "tiny": the package\'s own.'),
     ] = "google/siglip-so400m-patch14-384",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run file to train with: its data section gives size and window of the images; default: as they are."
+        ),
+    ] = None,
     voter: Annotated[str | None, typer.Option(help="Whose votes; default: everybody's.")] = None,
     half: Annotated[
         str | None, typer.Option(help="first or second half of the examples, for a second, gold reward.")
@@ -201,10 +207,12 @@ def fit(
     start_logging()
     if half not in (None, "first", "second"):
         raise ConfigError(f"--half: given {half!r}; allowed: first, second")
+    from retouch.config import load_run
     from retouch.taste.reward import fit_reward, lines_of
 
+    run = None if config is None else load_run(config)
     with writing(out):
-        taste, quality = fit_reward(votes, out, extractor, voter=voter, half=cast("Any", half), device=device)
+        taste, quality = fit_reward(votes, out, extractor, run=run, voter=voter, half=cast("Any", half), device=device)
     if as_json:
         typer.echo(json.dumps({"out": str(out), "min_group_std": taste.noise, **taste.about}, indent=2))
         return

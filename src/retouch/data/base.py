@@ -190,6 +190,11 @@ class DataSection(Section):
         """The text, JSON or CSV file that names the items, which `retouch data split` divides; None: there is none."""
         return None
 
+    def divisible(self) -> list[tuple[Mapping[str, Any], ItemFiles]] | None:
+        """The entries of a JSONL `listing` that are no items, each with the images and texts that must not be in both
+        lists of a split; None: each entry is an item."""
+        return None
+
     def check(self, run: RunConfig, key: str = "") -> None:
         from retouch.config.needs import needed_pictures
 

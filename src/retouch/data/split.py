@@ -97,7 +97,8 @@ def _listed(path: Path) -> tuple[Path, list[str], list[str], list[ItemFiles]]:
     listing = section.listing()
     if listing is None:
         raise DataError(f"{path}: {section.format} is for evaluation; divide a self_bench folder or a manifest")
-    listed = section.items()
+    divisible = section.divisible()
+    listed = section.items() if divisible is None else [item for _, item in divisible]
     items = [item for item in listed if isinstance(item, ItemFiles)]
     broken = [str(item) for item in listed if isinstance(item, ItemError)]
     broken += [f"item {i.id}: {p}: no such file" for i in items for p in paths(images_of(i)) if not is_file(p)]
@@ -114,7 +115,7 @@ def _listed(path: Path) -> tuple[Path, list[str], list[str], list[ItemFiles]]:
         header, *rows = (_csv_line(row, separator_of(listing)) for row in csv_rows(listing))
         return listing, [header], rows, items
     if suffix_of(listing) in (".json", ".jsonl"):
-        entries = _entries_of(listing)
+        entries = _entries_of(listing) if divisible is None else [entry for entry, _ in divisible]
         if len(entries) != len(items):
             raise DataError(
                 f"{listing}: holds no list with an entry for each of {len(items)} items of format {section.format}; "

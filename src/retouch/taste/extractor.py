@@ -1,7 +1,9 @@
-"""Frozen features of images: an image encoder's vectors of the whole image and of the box of its mask.
+"""Frozen features of images: an image encoder's vectors of the whole image and of the box of its mask, and statistics
+of the pixels of both.
 
-Fit and scorer compute them by the same steps from pixels in [0, 1], in torch and with a gradient: padded to a square
-with black, resized with antialiasing, normalised. Each image is encoded alone: no vector depends on a batch.
+Fit and scorer compute them by the same steps from pixels in [0, 1], in torch and with a gradient; for the encoder they
+are padded to a square with black, resized with antialiasing and normalised. Each image is encoded alone: no vector
+depends on a batch.
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ from retouch.rewards.scorers.weights import loading
 MARGIN = 0.1
 """Margin of the box of a mask, as a share of its sides."""
 
+STATISTICS = 14
+"""Number of the statistics: 7 of all pixels, 7 of those in the mask."""
+
+_CHANNELS = ((1 / 3, 1 / 3, 1 / 3), (1.0, 0.0, -1.0), (-0.5, 1.0, -0.5))
+"""Of red, green, blue: lightness, red against blue, green against both."""
+
 
 @dataclass(frozen=True)
 class _Encoder:
@@ -37,10 +45,12 @@ class _Encoder:
 
 
 class Extractor:
-    """[D] features of an image: of the whole, then of the box of its mask, which is the whole without a mask.
+    """[D] features of an image: the encoder's vectors of the whole and of the box of its mask, then `STATISTICS` of all
+    pixels and of those in the mask: mean and standard deviation of three channels, and skewness of the lightness.
+    Without a mask both are the whole.
 
-    Each has the encoder's vector, and mean and standard deviation of its patches before the first layer: colour and
-    contrast, which the vector of an encoder that was trained on meanings has lost.
+    The statistics are of colour, contrast and the share of ink, which the vector of an encoder that was trained on
+    meanings has lost.
 
     Attributes:
         name: as it was given.
@@ -65,23 +75,40 @@ class Extractor:
         """[D] fp32, with the gradient of an image [3, H, W] in [0, 1]; mask [H, W], 255 = repainted."""
         left, top, right, bottom = box_of(mask, (image.shape[2], image.shape[1]))
         image = image.to(self.device, torch.float32)
-        return torch.cat([self._embedded(image), self._embedded(image[:, top:bottom, left:right])])
+        inside = _is_mask(mask, (image.shape[2], image.shape[1]))
+        chosen = image.flatten(1) if inside is None else image[:, torch.from_numpy(inside).to(self.device)]
+        vectors = self._vector(image), self._vector(image[:, top:bottom, left:right])
+        return torch.cat([*vectors, _statistics(image.flatten(1)), _statistics(chosen)])
 
-    def _embedded(self, image: Tensor) -> Tensor:
+    def _vector(self, image: Tensor) -> Tensor:
         height, width = image.shape[1:]
         side = max(height, width)
         left, top = (side - width) // 2, (side - height) // 2
         square = functional.pad(image, (left, side - width - left, top, side - height - top))[None]
         e, size = self._encoder, (self._encoder.size, self._encoder.size)
         seen = functional.interpolate(square, size, mode="bicubic", align_corners=False, antialias=True)
-        output = e.network(pixel_values=(seen - e.mean.to(seen)) / e.std.to(seen), output_hidden_states=True)
-        patches = output.hidden_states[0][0]
-        return torch.cat([getattr(output, e.output)[0], patches.mean(0), patches.std(0)]).float()
+        output = e.network(pixel_values=(seen - e.mean.to(seen)) / e.std.to(seen))
+        return getattr(output, e.output)[0].float()
+
+
+def _statistics(pixels: Tensor) -> Tensor:
+    """[7] of pixels [3, N]; the skewness of two colours depends on their shares alone."""
+    channels = torch.tensor(_CHANNELS, device=pixels.device) @ pixels
+    mean = channels.mean(1)
+    apart = channels - mean[:, None]
+    deviation = (apart.square().mean(1) + 1e-6).sqrt()  # with a gradient on one colour, too
+    return torch.cat([mean, deviation, (apart[:1] / deviation[0]).pow(3).mean(1)])
+
+
+def _is_mask(mask: NDArray[np.uint8] | None, size: tuple[int, int]) -> NDArray[np.bool_] | None:
+    """[H, W] whether pixels of an image of (width, height) are masked; None without a mask of its size."""
+    inside = None if mask is None or mask.shape != size[::-1] else mask >= MASK_THRESHOLD
+    return inside if inside is not None and inside.any() else None
 
 
 def box_of(mask: NDArray[np.uint8] | None, size: tuple[int, int]) -> Box:
     """The widened box of a mask in an image of (width, height); all of it without a mask of its size."""
-    if mask is None or mask.shape != size[::-1] or not (mask >= MASK_THRESHOLD).any():
+    if mask is None or _is_mask(mask, size) is None:
         return 0, 0, *size
     return widen(mask_box(mask), MARGIN, *size)
 

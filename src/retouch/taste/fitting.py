@@ -1,14 +1,14 @@
 """The fit of a taste: a linear score on frozen features from votes, with what it is worth on images it has not seen.
 
 Every number about quality is measured on held-out examples: all votes on the images of an example are in the same fold,
-and the penalty of a fold's fit is chosen on the other folds alone. Legend: V votes, I images, D numbers of an image.
+and the settings of a fold's fit are chosen on the other folds alone. Legend: V votes, I images, D numbers of an image.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 
 from retouch.errors import ConfigError
 from retouch.observe.statistics import bootstrap_intervals
-from retouch.taste.likelihood import Choices, Fit, Floats, choices, fit, negative_log_likelihood
+from retouch.taste.likelihood import PAIR_ANSWERS, Choices, Fit, Floats, choices, fit
 from retouch.taste.votes import MIRRORED, Vote
 
-PENALTIES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""Tried for features of variance 1 each."""
+PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Tried for features of the variance 1 in all."""
+
+SHARES = (0.0, 0.3, 1.0)
+"""Tried weights of an encoder's vectors beside the statistics: tastes of colour and contrast need none of them."""
 
 _FOLDS = 5
 _MOST_COMPONENTS = 256
@@ -30,7 +33,7 @@ _MOST_COMPONENTS = 256
 MIN_EXAMPLES = 10
 """Fewer give no folds and no interval worth a decision."""
 
-_SHARES = (0.25, 0.5, 0.75, 1.0)
+_PARTS = (0.25, 0.5, 0.75, 1.0)
 _BINS = ((0.5, 0.6), (0.6, 0.7), (0.7, 0.8), (0.8, 0.9), (0.9, 1.0))
 
 
@@ -83,33 +86,54 @@ class Quality:
 class Features:
     """Numbers of images, and the directions in which they are fitted.
 
+    Votes on pairs are about differences within examples: features are scaled by these, which are small beside those
+    between examples. Statistics and vectors have the same variance in all, times `share`² for the vectors.
+
     Attributes:
         keys: of images (`VotedImage.key`) -> row.
         values: [I, D].
+        statistics: number of the last features, which are no encoder's; None: all.
+        share: see `SHARES`.
+        pairs: whether any vote is on a pair.
     """
 
     keys: Mapping[str, int]
     values: Floats
+    statistics: int | None = None
+    share: float = 1.0
+    pairs: bool = True
 
     @cached_property
-    def scale(self) -> tuple[Floats, Floats]:
-        """Mean and standard deviation [D] over the images; 1 for a constant one, whose rounding in fp32 must not become
-        a feature."""
-        mean, deviation = self.values.mean(axis=0), self.values.std(axis=0)
-        return mean, np.where(deviation > 1e-8 + 1e-5 * np.abs(mean), deviation, 1.0)
+    def _centred(self) -> Floats:
+        """[I, D] differences from the mean of the example; without pairs, of all."""
+        rows: dict[str, list[int]] = {}
+        for key, row in self.keys.items():
+            rows.setdefault(key.rpartition(" ")[0] if self.pairs else "", []).append(row)
+        centred = np.zeros_like(self.values)
+        for group in rows.values():
+            centred[group] = self.values[group] - self.values[group].mean(axis=0)
+        return centred
+
+    @cached_property
+    def scale(self) -> Floats:
+        """[D] factors; those of a constant are not large: its rounding in fp32 must not become a feature."""
+        deviation, width = self._centred.std(axis=0), self.values.shape[1]
+        least = 1e-8 + 1e-5 * np.abs(self.values.mean(axis=0))
+        vectors = 0 if self.statistics is None else width - self.statistics
+        weight = np.full(width, (width - vectors) ** -0.5)
+        weight[:vectors] = self.share * max(1, vectors) ** -0.5
+        return weight / np.where(deviation > least, deviation, 1.0)
 
     @cached_property
     def directions(self) -> Floats:
-        """[D, C] orthonormal: a penalty on w is the same in them as in the standardised features."""
-        mean, deviation = self.scale
-        _, sizes, rows = np.linalg.svd((self.values - mean) / deviation, full_matrices=False)
-        return rows[: min(_MOST_COMPONENTS, int((sizes > 1e-8 * sizes[0]).sum()) or 1)].T
+        """[D, C] orthonormal: a penalty on w is the same in them as in the scaled features."""
+        _, sizes, rows = np.linalg.svd(self._centred * self.scale, full_matrices=False)
+        return rows[: min(_MOST_COMPONENTS, int((sizes > 1e-6 * sizes[0]).sum()) or 1)].T
 
     @cached_property
     def components(self) -> Floats:
         """[I, C]."""
-        mean, deviation = self.scale
-        return (self.values - mean) / deviation @ self.directions
+        return (self.values - self.values.mean(axis=0)) * self.scale @ self.directions
 
     def choices(self, votes: Sequence[Vote]) -> Choices:
         left = self.components[[self.keys[vote.left.key] for vote in votes]]
@@ -129,20 +153,26 @@ class FittedTaste:
     weights: Floats
     threshold: float
     penalty: float
+    share: float
     noise: float
 
 
 def fit_head(features: Features, votes: Sequence[Vote]) -> FittedTaste:
     """The head of all votes."""
-    found, folds = features.choices(votes), folds_of(votes)
-    penalty = best_penalty(found, folds)
+    variants = _variants(features, votes)
+    share, penalty = best_setting({share: one.choices(votes) for share, one in variants.items()})
+    features = variants[share]
+    found = features.choices(votes)
     fitted = fit(found, penalty)
-    mean, deviation = features.scale
-    weights = features.directions @ fitted.weights / deviation
-    scores = features.components @ fitted.weights
-    # without a rejecting answer the scale has no zero: the middle of the voted images takes its place
-    zero = fitted.bad if found.offered[:, 3].any() else float(scores.mean())
-    return FittedTaste(weights, zero + float(weights @ mean), penalty, _noise(fitted, features, votes, scores - zero))
+    scores, zero, unit = features.components @ fitted.weights, fitted.bad, 1.0
+    if not found.offered[:, 3].any():
+        # pairs alone give no zero and say nothing between examples: the voted images are its middle, and examples whose
+        # scores lie far apart must not all have the value 0 or 1, which has no gradient
+        zero, unit = float(scores.mean()), max(1.0, float(scores.std()))
+    weights = features.scale * (features.directions @ fitted.weights) / unit
+    threshold = zero / unit + float(weights @ features.values.mean(axis=0))
+    noise = _noise(fitted, features, votes, (scores - zero) / unit) / unit
+    return FittedTaste(weights, threshold, penalty, share, noise)
 
 
 def _noise(fitted: Fit, features: Features, votes: Sequence[Vote], scores: Floats) -> float:
@@ -160,7 +190,7 @@ def _noise(fitted: Fit, features: Features, votes: Sequence[Vote], scores: Float
     return float(np.median(np.sqrt(variance / 2))) * float((values * (1 - values)).mean())
 
 
-def folds_of(votes: Sequence[Vote], count: int = _FOLDS) -> NDArray[np.intp]:
+def folds_of(votes: Sequence[Vote]) -> NDArray[np.intp]:
     """[V] fold of each vote: that of its example, sampled with a fixed seed.
 
     Raises:
@@ -173,27 +203,46 @@ def folds_of(votes: Sequence[Vote], count: int = _FOLDS) -> NDArray[np.intp]:
             "measured on examples that it has not seen; vote on more"
         )
     random.Random(0).shuffle(examples)
-    fold = {example: place % count for place, example in enumerate(examples)}
+    fold = {example: place % _FOLDS for place, example in enumerate(examples)}
     return np.array([fold[vote.left.example] for vote in votes], dtype=np.intp)
 
 
-def best_penalty(found: Choices, folds: NDArray[np.intp]) -> float:
-    """The penalty under which votes of left-out folds are likeliest."""
+def _variants(features: Features, votes: Sequence[Vote]) -> Mapping[float, Features]:
+    """The features with each share of `SHARES`; statistics alone have one."""
+    features = replace(features, pairs=any(vote.right is not None for vote in votes))
+    shares = (1.0,) if features.statistics is None else SHARES
+    return {share: replace(features, share=share) for share in shares}
 
-    losses = dict.fromkeys(PENALTIES, 0.0)
-    for fold in np.unique(folds):
-        train, held, at = found[folds != fold], found[folds == fold], None
+
+def best_setting(found: Mapping[float, Choices]) -> tuple[float, float]:
+    """Share and penalty with the highest evidence: the likelihood of the votes by the mean over all weights, of which
+    the penalty is the prior (Laplace approximation; MacKay 1992, "The evidence framework applied to classification
+    networks"). It needs no held-out votes, of which there are few.
+
+    Args:
+        found: by share.
+    """
+    evidence: dict[tuple[float, float], float] = {}
+    for share, one in found.items():
+        at = None
         for penalty in reversed(PENALTIES):  # each fit starts from the one before
-            at = fit(train, penalty, at).parameters
-            losses[penalty] += negative_log_likelihood(held, at)
-    return min(losses, key=losses.__getitem__)
+            fitted = fit(one, penalty, at)
+            at, weights = fitted.parameters, fitted.weights
+            prior = len(weights) * np.log(penalty) - penalty * float(weights @ weights)
+            evidence[share, penalty] = (prior - np.linalg.slogdet(fitted.curvature)[1]) / 2 - fitted.loss
+    return max(evidence, key=evidence.__getitem__)
 
 
 def measure(features: Features, votes: Sequence[Vote]) -> Quality:
     """The quality of a fit to votes, see the module."""
-    found, folds = features.choices(votes), folds_of(votes)
-    penalties = {int(f): best_penalty(found[folds != f], folds[folds != f]) for f in np.unique(folds)}
-    held = _held_out(found, folds, penalties, 1.0)
+    variants, folds = _variants(features, votes), folds_of(votes)
+    by_share = {share: one.choices(votes) for share, one in variants.items()}
+    settings = {
+        int(fold): best_setting({share: one[folds != fold] for share, one in by_share.items()})
+        for fold in np.unique(folds)
+    }
+    found = next(iter(by_share.values()))
+    held = _held_out(by_share, folds, settings, 1.0)
     examples = [vote.left.example for vote in votes]
     scores = np.where(found.offered[:, 1], held[:, 0] - held[:, 1], held[:, 0] - held[:, 3])
     pairs, alone = found.offered[:, 1], ~found.offered[:, 1]
@@ -211,18 +260,20 @@ def measure(features: Features, votes: Sequence[Vote]) -> Quality:
             if (inside := (sure >= low) & ((sure < high) | (high == 1.0))).any()
         ),
         curve=tuple(
-            (share, _agreement(_held_out(found, folds, penalties, share), found, decided))
-            for share in (_SHARES if decided.any() else ())
+            (part, _agreement(_held_out(by_share, folds, settings, part), found, decided))
+            for part in (_PARTS if decided.any() else ())
         ),
     )
 
 
-def _held_out(found: Choices, folds: NDArray[np.intp], penalties: Mapping[int, float], share: float) -> Floats:
-    """[V, K] log-weights of the alternatives by a fit without the vote's fold, to a share of the other votes."""
-    result, draw = np.zeros(found.offered.shape), np.random.default_rng(0)
-    for fold, penalty in penalties.items():
-        train = draw.permutation(np.flatnonzero(folds != fold))
-        fitted = fit(found[train[: max(1, round(share * len(train)))]], penalty)
+def _held_out(
+    by_share: Mapping[float, Choices], folds: NDArray[np.intp], settings: Mapping[int, tuple[float, float]], part: float
+) -> Floats:
+    """[V, K] log-weights of the alternatives by a fit without the vote's fold, to a part of the other votes."""
+    result, draw = np.zeros((len(folds), len(PAIR_ANSWERS))), np.random.default_rng(0)
+    for fold, (share, penalty) in settings.items():
+        found, train = by_share[share], draw.permutation(np.flatnonzero(folds != fold))
+        fitted = fit(found[train[: max(1, round(part * len(train)))]], penalty)
         result[folds == fold] = found.alternatives[folds == fold] @ fitted.parameters
     return result
 

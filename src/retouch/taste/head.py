@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from retouch.errors import ConfigError, first_line
 from retouch.taste.likelihood import Floats
 
-_FORMAT = "retouch.taste 1"
+_FORMAT = "retouch.taste 2"
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class TasteFile:
         threshold: score of an image that the voter would as soon have as not.
         extractor, extractor_revision: name and weights of the image encoder.
         noise: `min_group_std` of the reward.
+        sizes: every (height, width) of the images that it was fitted to.
+        fit: `data.fit` that brought them to it; None: they were taken as they are.
         about: votes, voters and measured quality, for people.
         digest: of the file.
     """
@@ -35,6 +37,8 @@ class TasteFile:
     extractor: str
     extractor_revision: str
     noise: float
+    sizes: Sequence[tuple[int, int]]
+    fit: str | None
     about: Mapping[str, Any]
     digest: str = ""
 
@@ -48,6 +52,7 @@ def write_taste(path: Path, taste: TasteFile) -> None:
         "extractor_revision": taste.extractor_revision,
         "threshold": repr(taste.threshold),
         "noise": repr(taste.noise),
+        "seen": json.dumps([taste.sizes, taste.fit]),
         "about": json.dumps(taste.about, ensure_ascii=False),
     }
     path.write_bytes(save({"weights": taste.weights.astype(np.float32)}, metadata))
@@ -66,11 +71,19 @@ def read_taste(path: Path, option: str = "path") -> TasteFile:
         if weights.ndim != 1 or not np.isfinite([*weights, *numbers]).all():
             raise ValueError("it contains NaN or Inf")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        about = json.loads(told["about"])
+        about, (sizes, window) = json.loads(told["about"]), json.loads(told["seen"])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ConfigError(
             f"{option}: given {str(path)!r}, no file of `retouch reward fit` ({first_line(error)})"
         ) from None
     return TasteFile(
-        weights.astype(np.float64), numbers[0], told["extractor"], told["extractor_revision"], numbers[1], about, digest
+        weights.astype(np.float64),
+        numbers[0],
+        told["extractor"],
+        told["extractor_revision"],
+        numbers[1],
+        [(height, width) for height, width in sizes],
+        window,
+        about,
+        digest,
     )

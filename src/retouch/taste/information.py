@@ -10,7 +10,7 @@ from retouch.taste.fitting import Features
 from retouch.taste.likelihood import Floats, fit
 from retouch.taste.votes import VotedImage, VoteFile
 
-_PENALTY = 30.0
+_PENALTY = 1.0
 _EVERY = 5
 """Votes between two fits."""
 

@@ -149,7 +149,7 @@ def _informative(images: Sequence[VotedImage], file: VoteFile, extractor: str) -
     from retouch.taste.information import Information
     from retouch.taste.reward import features_of
 
-    return Information(features_of(images, Extractor(extractor)), file)
+    return Information(features_of(images, Extractor(extractor))[0], file)
 
 
 def what_next(labelling: Labelling) -> list[str]:

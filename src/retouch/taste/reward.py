@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -11,12 +11,18 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from retouch.config.run import RunConfig
+from retouch.data.base import ItemFiles
+from retouch.data.buckets import Shape
+from retouch.data.dataset import read_item
+from retouch.data.formats.votes import VotesData
+from retouch.data.sampler import derive_seed
 from retouch.errors import ConfigError, DataError
-from retouch.imaging.masks import read_mask
-from retouch.imaging.reading import open_image, to_rgb
+from retouch.imaging.fitting import Fit
+from retouch.imaging.reading import image_size
 from retouch.rewards.scorers.weights import file_digest
-from retouch.taste.extractor import Extractor
-from retouch.taste.fitting import Features, FittedTaste, Quality, fit_head, folds_of, measure
+from retouch.taste.extractor import STATISTICS, Extractor
+from retouch.taste.fitting import Features, Quality, fit_head, folds_of, measure
 from retouch.taste.head import TasteFile, write_taste
 from retouch.taste.votes import REPLACED, Vote, VotedImage, read_votes, replaced
 
@@ -26,12 +32,21 @@ Half = Literal["first", "second"]
 
 
 def fit_reward(
-    votes: Path, out: Path, extractor: str, *, voter: str | None = None, half: Half | None = None, device: str = "cpu"
+    votes: Path,
+    out: Path,
+    extractor: str,
+    *,
+    run: RunConfig | None = None,
+    voter: str | None = None,
+    half: Half | None = None,
+    device: str = "cpu",
 ) -> tuple[TasteFile, Quality]:
     """Fit the votes of a file, measure the fit, and write it if it is above chance.
 
     Args:
         extractor: see `Extractor`.
+        run: the fit reads the images as this run does, at its `data.resolution` and with its `data.fit`; None: as they
+            are.
         voter: whose votes; None: everybody's.
         half: of the examples, for a second head on other votes than the first; None: all.
 
@@ -41,23 +56,44 @@ def fit_reward(
     """
     chosen = [vote for vote in read_votes(votes) if voter in (None, vote.voter)]
     if half is not None:
-        folds = folds_of(chosen, 2)
-        chosen = [vote for vote, fold in zip(chosen, folds, strict=True) if (fold == 0) == (half == "first")]
+        chosen = [vote for vote in chosen if half_of(vote.left.example) == half]
     folds_of(chosen)  # before the images are encoded
     encoder = Extractor(extractor, device)
-    features = features_of((image for vote in chosen for image in vote.images), encoder)
+    shown = None if run is None else _section(votes, run.data.resolution, run.data.image_options.fit)
+    features, sizes = features_of((image for vote in chosen for image in vote.images), encoder, shown)
     quality = measure(features, chosen)
     if not quality.is_above_chance:
         raise ConfigError(_refusal(quality, len(chosen)))
     head = fit_head(features, chosen)
     about = {"votes": len(chosen), "voters": sorted({vote.voter for vote in chosen}), "half": half}
     about |= {"votes_file": f"{votes.name} {file_digest(votes)}", **asdict(quality)}
-    write_taste(out, taste := _file_of(head, encoder, about))
+    taste = TasteFile(
+        head.weights,
+        head.threshold,
+        encoder.name,
+        encoder.revision,
+        head.noise,
+        sorted(sizes),
+        shown and shown.fit,
+        about,
+    )
+    write_taste(out, taste)
     return taste, quality
 
 
-def features_of(images: Iterable[VotedImage], encoder: Extractor) -> Features:
-    """The features of images, each once.
+def half_of(example: str) -> Half:
+    """The half of the examples that an example is in, whichever others were voted on: votes that come later change
+    neither half."""
+    return "second" if derive_seed("half", example) % 2 else "first"
+
+
+def features_of(
+    images: Iterable[VotedImage], encoder: Extractor, section: VotesData | None = None
+) -> tuple[Features, set[Shape]]:
+    """The features of images, each once, and every (height, width) at which they were encoded.
+
+    Args:
+        section: reads the images as a run does; None: as they are.
 
     Raises:
         ImageProblem, OSError: an image or mask that cannot be read any more.
@@ -66,23 +102,22 @@ def features_of(images: Iterable[VotedImage], encoder: Extractor) -> Features:
     unique = {image.key: image for image in images}
     for image in replaced(unique.values()):
         raise DataError(f"{image.image}: {REPLACED}")
-    rows = [encode(image, encoder) for image in unique.values()]
-    return Features({key: row for row, key in enumerate(unique)}, np.stack(rows).astype(np.float64))
+    rows, sizes = list[Any](), set[Shape]()
+    for image in unique.values():
+        own = section or _section(image.image, image_size(image.image)[::-1])
+        item = ItemFiles(0, image.prompt, None, image.mask, target_path=image.image, target="file", mask_is_made=True)
+        example, _ = read_item(item, own)
+        mask = None if example.mask is None else np.asarray(example.mask)
+        with torch.no_grad():
+            pixels = torch.tensor(np.asarray(example.target)).permute(2, 0, 1) / 255
+            rows.append(encoder(pixels, mask).cpu().numpy())
+        sizes.add((pixels.shape[1], pixels.shape[2]))
+    keys = {key: row for row, key in enumerate(unique)}
+    return Features(keys, np.stack(rows).astype(np.float64), STATISTICS), sizes
 
 
-def encode(image: VotedImage, encoder: Extractor) -> np.ndarray[Any, Any]:
-    """[D] features of an image and its mask."""
-    mask = None
-    if image.mask is not None:
-        read = read_mask(open_image(image.mask), str(image.mask)).mask
-        mask = np.asarray(read)
-    pixels = np.asarray(to_rgb(open_image(image.image)))
-    with torch.no_grad():
-        return encoder(torch.tensor(pixels).permute(2, 0, 1) / 255, mask).cpu().numpy()
-
-
-def _file_of(head: FittedTaste, encoder: Extractor, about: Mapping[str, Any]) -> TasteFile:
-    return TasteFile(head.weights, head.threshold, encoder.name, encoder.revision, head.noise, about)
+def _section(path: Path, resolution: Shape | Any, fit: Fit = "crop") -> VotesData:
+    return VotesData(path=str(path), resolution=resolution, fit=fit)
 
 
 def _refusal(quality: Quality, votes: int) -> str:

@@ -131,7 +131,7 @@ class VoteFile:
         """Append a vote -> it, with its number."""
         with self._changing:
             vote = replace(vote, number=self._next)
-            self._append(_line_of(vote, self.path.parent))
+            self._append(line_of(vote, self.path.parent))
             self._next += 1
             self._votes[vote.voter, vote.number] = vote
             return vote
@@ -198,7 +198,9 @@ def _image_of(entry: Mapping[str, Any], root: Path) -> VotedImage:
     return VotedImage(**files, **texts, text=entry.get("text"), seed=entry.get("seed"))  # pyright: ignore
 
 
-def _line_of(vote: Vote, root: Path) -> dict[str, Any]:
+def line_of(vote: Vote, root: Path) -> dict[str, Any]:
+    """The entry of a vote in a file of the folder `root`."""
+
     def image(one: VotedImage | None) -> dict[str, Any] | None:
         if one is None:
             return None

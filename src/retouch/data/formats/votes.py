@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
 from retouch.data.lists import entries_of, suffix_of
 from retouch.data.remote import local_path
-from retouch.taste.votes import REPLACED, Vote, VotedImage, read_votes, replaced
+from retouch.data.sampler import derive_seed
+from retouch.taste.votes import REPLACED, Vote, VotedImage, line_of, read_votes, replaced
 
 
 class VotesData(ImageSection):
@@ -33,6 +34,29 @@ class VotesData(ImageSection):
     def listing(self) -> Path | None:
         return local_path(self.path)
 
+    def divisible(self) -> list[tuple[Mapping[str, Any], ItemFiles]]:
+        """The votes that were not taken back; those on one example, or on one source, stay together."""
+        path = local_path(self.path)
+        votes = read_votes(path)
+        first: dict[str, VotedImage] = {}
+        for vote in votes:
+            first.setdefault(vote.left.example, vote.left)
+        return [
+            (
+                line_of(vote, path.parent),
+                ItemFiles(
+                    number,
+                    vote.left.prompt,
+                    vote.left.source,
+                    target_path=first[vote.left.example].image,
+                    win_path=vote.left.image,
+                    lose_path=None if vote.right is None else vote.right.image,
+                    metadata={} if vote.left.text is None else {"text": vote.left.text},
+                ),
+            )
+            for number, vote in enumerate(votes)
+        ]
+
     def list_items(self) -> list[ItemFiles | ItemError]:
         path = local_path(self.path)
         if not path.is_file():
@@ -40,8 +64,13 @@ class VotesData(ImageSection):
         parts = _labels if self.votes_as == "labels" else self._pairs
         votes = read_votes(path)
         wrong = replaced(image for vote in votes for image in vote.images)
-        found = [(*part, {*vote.images} & wrong) for vote in votes for part in parts(vote)]
-        return [item_or_error(f"item {i}", _item, image, i, *rest) for i, (image, *rest) in enumerate(found)]
+        found = [(vote, k, *part) for vote in votes for k, part in enumerate(parts(vote))]
+        return [
+            item_or_error(
+                f"vote {vote.number} of {vote.voter}", _item, image, id_of(vote, k), more, {*vote.images} & wrong
+            )
+            for vote, k, image, more in found
+        ]
 
     def _pairs(self, vote: Vote) -> Iterator[tuple[VotedImage, dict[str, Any]]]:
         if (sides := _decided(vote)) is None:
@@ -50,6 +79,11 @@ class VotesData(ImageSection):
         yield win, {"win_path": win.image, "lose_path": lose.image}
         if self.source_is_rejected and win.source is not None:
             yield win, {"win_path": win.image, "lose_path": win.source}
+
+
+def id_of(vote: Vote, part: int) -> int:
+    """Id of an example that a vote gives: it does not change when other votes are added or taken back."""
+    return derive_seed("vote", vote.voter, vote.number, part) >> 11  # a number that JSON keeps everywhere
 
 
 def _decided(vote: Vote) -> tuple[VotedImage, VotedImage] | None:

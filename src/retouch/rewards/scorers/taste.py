@@ -9,11 +9,13 @@ from retouch.config.base import Text
 from retouch.errors import ConfigError
 from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.weights import named_file, train_extra
+from retouch.rewards.scorers.weights import expanded, named_file, train_extra
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from retouch.config.run import RunConfig
 
 
 class TasteReward(RewardEntry):
@@ -28,6 +30,27 @@ class TasteReward(RewardEntry):
     """File of `retouch reward fit`; it names its image encoder."""
     extractor: Text | None = None
     """Hub id or folder with the same weights, if the encoder is elsewhere than it was for the fit."""
+
+    def check_trainable(self, run: RunConfig, key: str = "") -> None:
+        super().check_trainable(run, key)
+        file = expanded(self.path)
+        if not (self.is_made_here and file.is_file()):
+            return
+        from retouch.taste.head import read_taste
+
+        fitted, sizes = read_taste(file, f"{key}.path"), {*run.data.sizes}
+        if self.crop != "none":
+            raise ValueError(
+                f"{key}.crop: given {self.crop!r}, but the reward was fitted to whole images; leave it out"
+            )
+        if not {*fitted.sizes} <= sizes or fitted.fit not in (None, run.data.image_options.fit):
+            height, width = next(iter({*fitted.sizes} - sizes), fitted.sizes[0])
+            raise ValueError(
+                f"{key}.path: given {self.path!r}, which was fitted to images of {height} x {width} (height x width)"
+                f"{'' if fitted.fit is None else f' with data.fit={fitted.fit}'}, but the run scores images of "
+                f"{' and '.join(f'{h} x {w}' for h, w in sorted(sizes)[:3])}; fit it with "
+                "`retouch reward fit VOTES --config RUN.yaml`, which reads them as the run does"
+            )
 
     def make(self) -> TasteScorer:
         return TasteScorer(self)
