@@ -27,7 +27,7 @@ from inputs import digest, inputs
 from algorithms import REPOSITORY, Row, evaluations, make_data, measured, retouch, write
 from retouch.config import derive, load_run
 from retouch.observe.report import change_of
-from retouch.training.evaluation import Evaluation
+from retouch.training.evaluation import Evaluation, load_evaluation
 from retouch.use.comparison import gains
 from retouch_glyphs.glyph_structure import FOLDERS, WEIGHTS
 from retouch_glyphs.scorers.glyph_structure import GlyphStructureReward
@@ -152,15 +152,10 @@ def train_trial(data: Path, work: Path) -> list[Path]:
     return runs
 
 
-def saved(rows: Path) -> Evaluation:
-    """An evaluation of a run, without its images."""
-    return Evaluation([json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()], [])
-
-
 def trial(runs: Sequence[Path]) -> list[Row]:
     """A row for each arm of the trial: its held-out means after some steps, and the paired differences to the first."""
     read = {**inputs(TRIAL_FILE), **network_of(TRIAL_FILE, TRIAL["recognizer + glyph_structure"])}
-    points = [[saved(run / f"evaluations/step-{step:06d}/rows.jsonl") for step in TRIAL_STEPS] for run in runs]
+    points = [[load_evaluation(run / f"evaluations/step-{step:06d}") for step in TRIAL_STEPS] for run in runs]
     rows: list[Row] = []
     for (arm, overrides), own in zip(TRIAL.items(), points, strict=True):
         means = [{m: round(e.means()[m], 4) for m in TRIAL_COMPARED} for e in own]

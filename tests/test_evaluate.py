@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from retouch.training.evaluation import (
     Evaluation,
     evaluate,
     evaluation_grid,
+    load_evaluation,
     masked_input,
     save_evaluation,
 )
@@ -148,9 +148,9 @@ def test_an_evaluation_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
     picture = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
     rows: list[dict[str, Any]] = [{"example": 1, "index": i, "ocr": None, "read": "é"} for i in range(3)]
     save_evaluation(Evaluation(rows, [picture, 255 - picture, picture]), tmp_path, 2)
-    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()] == rows
-    images = [np.asarray(Image.open(path)).tolist() for path in sorted(tmp_path.glob("*.png"))]
-    assert images == [picture.tolist(), (255 - picture).tolist()]
+    back = load_evaluation(tmp_path)
+    assert back.rows == rows
+    assert [image.tolist() for image in back.images] == [picture.tolist(), (255 - picture).tolist()]
 
 
 def test_the_grid_has_a_row_for_each_example_and_a_column_for_each_evaluation(

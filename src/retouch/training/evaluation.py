@@ -276,6 +276,15 @@ def save_evaluation(evaluation: Evaluation, folder: Path, images: int) -> None:
         write_png(PIL.Image.fromarray(image), folder / f"{i:05d}.png")
 
 
+def load_evaluation(folder: Path) -> Evaluation:
+    """Read the files of `save_evaluation`, with those images that were kept."""
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    return Evaluation(
+        rows,
+        [np.asarray(PIL.Image.open(path, formats=("PNG",)).convert("RGB")) for path in sorted(folder.glob("*.png"))],
+    )
+
+
 def masked_input(example: Example) -> np.ndarray[Any, Any]:
     """The input of the model: the source with the masked region greyed out."""
     if example.source is None:
