@@ -10,7 +10,8 @@ reads the file, because the imports alone take ten seconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from retouch.doctor.networks import released_encoder, released_parts
 from retouch.families import FAMILIES
 from retouch.families.base import FamilySpec
 from retouch.families.quantized import sizes_of
-from retouch.families.sizes import FILE, as_stored, monomials
+from retouch.families.sizes import FILE, Sizes, monomials
 
 PLACE = Path(__file__).resolve().parents[1] / "src/retouch/families" / FILE
 
@@ -50,6 +51,28 @@ def counted(spec: FamilySpec) -> dict[str, Any]:
     network = parts.pop(spec.network_name)
     others = {name: weights_in(made) for name, made in parts.items()}
     return as_stored(sizes_of(network), others, {"decode": decode(spec, parts["vae"]), **adapter(spec, network)})
+
+
+def as_stored(network: Sizes, others: Mapping[str, int], more: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of a family in the file; `weights` has [name with * for the number of its block, [[first, last] of
+    these numbers], shape, whether `model.quantize` stores it in fewer bits] for all weights that differ in that
+    number."""
+    alike: dict[tuple[str, tuple[int, ...], bool], list[int]] = defaultdict(list)
+    for name, shape in network.shapes.items():
+        parts = name.split(".")
+        numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+        inner = [i for i in numbers if parts[i - 1] == "transformer_blocks"]  # ten in a block of a U-Net
+        at = next(iter(inner or numbers), None)
+        folded = name if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])
+        alike[folded, shape, name in network.matrices] += [] if at is None else [int(parts[at])]
+    rows = [[name, _runs(numbers), list(shape), whole] for (name, shape, whole), numbers in alike.items()]
+    return {"weights": rows, "buffers": network.buffers, "tables": network.tables, "others": dict(others), **more}
+
+
+def _runs(numbers: Iterable[int]) -> list[list[int]]:
+    """[first, last] of each run of consecutive numbers."""
+    runs = (list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]))
+    return [[run[0][1], run[-1][1]] for run in runs]
 
 
 def decode(spec: FamilySpec, vae: Any) -> dict[str, list[list[int]]]:

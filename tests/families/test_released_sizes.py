@@ -6,7 +6,7 @@ import pytest
 from tools import released_sizes as tool
 
 from retouch.families import FAMILIES
-from retouch.families.sizes import Sizes, as_stored, released_sizes
+from retouch.families.sizes import Sizes, released_sizes
 from tests.selection import default
 
 ALL = sorted(FAMILIES.available())
@@ -16,7 +16,7 @@ ALL = sorted(FAMILIES.available())
 def test_the_file_has_the_sizes_of_the_networks(family: str) -> None:
     """Run `python tools/released_sizes.py` where it has not."""
     spec = FAMILIES[family].spec
-    assert tool.counted(spec) == as_stored(*released_sizes(spec))
+    assert tool.counted(spec) == tool.as_stored(*released_sizes(spec))
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -40,7 +40,7 @@ def test_names_that_differ_in_the_number_of_a_block_are_one_line() -> None:
         "down.1.transformer_blocks.1.b": (5,),
     }
     sizes = Sizes(shapes, 11, frozenset({"blocks.2.a.0.weight"}), 17)
-    stored = as_stored(sizes, {"vae": 13}, {"decode": {}})
+    stored = tool.as_stored(sizes, {"vae": 13}, {"decode": {}})
     assert stored == {
         "weights": [
             ["x.weight", [], [7], False],

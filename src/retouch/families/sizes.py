@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from retouch.adapters.shape import shape_in
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from retouch.families.base import FamilySpec, Quantization, TrainIpAdapter
 
 FILE = "released_sizes.json"
-"""Beside this module; see `as_stored`."""
+"""Beside this module; written by `tools/released_sizes.py`."""
 
 BLOCK = 64
 """Weights that share a scale in nf4."""
@@ -108,28 +106,6 @@ def released_sizes(spec: FamilySpec) -> Released | None:
     matrices = frozenset(name for name, _, whole in weights if whole)
     network = Sizes(shapes, found["buffers"], matrices, found["tables"])
     return Released(network, found["others"], {name: found[name] for name in ("adapter", "decode") if name in found})
-
-
-def as_stored(network: Sizes, others: Mapping[str, int], more: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry of a family in the file; `weights` has [name with * for the number of its block, [[first, last] of
-    these numbers], shape, whether `model.quantize` stores it in fewer bits] for all weights that differ in that
-    number."""
-    alike: dict[tuple[str, tuple[int, ...], bool], list[int]] = defaultdict(list)
-    for name, shape in network.shapes.items():
-        parts = name.split(".")
-        numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
-        inner = [i for i in numbers if parts[i - 1] == "transformer_blocks"]  # ten in a block of a U-Net
-        at = next(iter(inner or numbers), None)
-        folded = name if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])
-        alike[folded, shape, name in network.matrices] += [] if at is None else [int(parts[at])]
-    rows = [[name, _runs(numbers), list(shape), whole] for (name, shape, whole), numbers in alike.items()]
-    return {"weights": rows, "buffers": network.buffers, "tables": network.tables, "others": dict(others), **more}
-
-
-def _runs(numbers: Iterable[int]) -> list[list[int]]:
-    """[first, last] of each run of consecutive numbers."""
-    runs = (list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]))
-    return [[run[0][1], run[-1][1]] for run in runs]
 
 
 def _unfolded(
