@@ -69,7 +69,7 @@ def main() -> None:
 
 def signs_of(folder: Path, sizes: Sequence[Size], each: int, half: Any, seed: int) -> Path:
     """A manifest of signs without targets, `each` of every size, in turn; ids from 1000 times the number of a size."""
-    entries: list[list[dict[str, object]]] = []
+    entries: list[list[dict[str, Any]]] = []
     for number, size in enumerate(sizes):
         words = draw_words(each, half, seed + number)
         write_signs(folder / str(number), words, size, seed, with_targets=False, first_id=1000 * number)
