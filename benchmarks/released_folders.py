@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import inspect
 import io
@@ -36,6 +37,7 @@ from accelerate import init_empty_weights
 from loop_overhead import machine
 from random_models import fill
 
+from retouch.config import parse_run
 from retouch.families import FAMILIES
 from retouch.families.base import FamilySpec
 from retouch.families.released import T5_XXL
@@ -88,7 +90,7 @@ def write_folder(folder: Path, family: str, *, tiny: bool = False, seed: int = 0
             network = toy.components[name].to(dtype)
         else:
             with init_empty_weights(include_buffers=False):
-                network = make_network(spec, name, SAVED_AS.get((family, name), kind))
+                network = make_network(spec, name, SAVED_AS.get((family, name), kind), marks_of(toy.components[name]))
             network = fill(network, torch.device("cpu"), dtype, generator, repeats=True)
         options: dict[str, Any] = {"variant": "fp16"} if family in VARIANT else {}
         network.save_pretrained(folder / name, max_shard_size="80KB" if tiny else SHARD, **options)
@@ -128,9 +130,20 @@ def lengthened(part: Any) -> Any:
     return part
 
 
-def make_network(spec: FamilySpec, name: str, kind: str) -> Any:
-    """A network of its released widths with the layers of `LAYERS`; an autoencoder of few channels."""
-    few = shortened(spec.released.get(name) or PARTS[name if kind.startswith("CLIP") else kind])
+def marks_of(toy: Any) -> dict[str, int]:
+    """Ids of the tokens that mark images in the tokenizer of bytes of a toy network; none of other networks."""
+    config = getattr(toy, "config", None)
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
+
+
+def make_network(spec: FamilySpec, name: str, kind: str, marks: Mapping[str, int]) -> Any:
+    """A network of its released widths with the layers of `LAYERS`; an autoencoder of few channels.
+
+    Args:
+        marks: ids of tokens in place of the released ones.
+    """
+    few = shortened(spec.released.get(name) or PARTS[name if kind.startswith("CLIP") else kind]) | dict(marks)
     if name == "vae":
         few |= NARROW[kind]
         if spec.prediction == "epsilon":
@@ -270,11 +283,13 @@ def walk(
     """Every command on a model -> its exit code and output."""
     run = run_of(family, path, work, **model)
     (work / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
-    stores = family != "qwen_image_edit"  # whose text encoder reads images with the prompt
+    config = parse_run(run)
+    stores = not config.model.vision_tokens(config.data.size)  # else its text encoder reads images with the prompt
     found: dict[str, tuple[int, str]] = {}
     for name, call in commands(work, family, stores=stores).items():
         started = time.monotonic()
         found[name] = retouch(*call)
+        gc.collect()  # networks and their hooks refer to each other; the next command would load beside them
         report(family, name, *found[name], time.monotonic() - started)
     found["read by diffusers"] = read_exports(family, work)
     report(family, "read by diffusers", *found["read by diffusers"], 0.0)

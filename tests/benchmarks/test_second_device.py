@@ -27,3 +27,9 @@ def test_the_page_holds_what_a_step_reads_back() -> None:
     for offload, words in ((True, "times where networks wait on the CPU"), (False, "times where none does")):
         counts = [row["waits"]["to_host"] for row in ROWS if row["offload"] == offload]
         assert f"{min(counts):.0f} to {max(counts):.0f} {words}" in SPEED
+
+
+def test_the_page_holds_what_a_forward_copies() -> None:
+    assert {row["moved"]["conditions"] for row in ROWS} == {1}
+    others = [row["moved"]["others"] for row in ROWS]
+    assert f"copies its condition once and {min(others):.0f} to {max(others):.0f} tensors beside it" in SPEED

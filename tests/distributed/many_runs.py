@@ -26,12 +26,13 @@ from retouch.engine.sharding import piece
 from retouch.rewards.scorers.preservation import PreservationScorer
 from retouch.training.session import Session
 from retouch.types import Score
+from tests.distributed.scores import coarse
 
 torch.set_num_threads(1)
 
 RANK = int(os.environ.get("RANK", 0))
 LAST = int(os.environ.get("WORLD_SIZE", 1)) - 1 == RANK
-score, backward, finish, close = PreservationScorer.score, Engine.backward, Session.finish, Engine.close
+score, backward, finish, close = coarse(PreservationScorer.score), Engine.backward, Session.finish, Engine.close
 micro_step = Engine.micro_step
 faults: set[str] = set()
 backwards = exchanges = 0
@@ -40,8 +41,11 @@ backwards = exchanges = 0
 def score_with_faults(self: Any, items: Any) -> Any:
     if "slow" in faults and LAST:
         time.sleep(1.5)
-    dead = {100 + position for position in epoch_examples(8, 4, 5, 0)[:2]} if "flat" in faults else set[int]()
-    return [Score(0.5) if item.group in dead else one for item, one in zip(items, score(self, items), strict=True)]
+    if "flat" not in faults:
+        return score(self, items)
+    dead = {100 + position for position in epoch_examples(8, 4, 5, 0)[:2]}
+    # brightness differs between two images of a group by more than four digits hide
+    return [Score(0.5 if item.group in dead else round(float(item.image.mean()) / 255, 4)) for item in items]
 
 
 def counted(self: Engine, loss: Any) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from accelerate import init_empty_weights
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from huggingface_hub import constants
 from transformers import AutoTokenizer, CLIPTextModel
@@ -31,7 +32,7 @@ from retouch.errors import InputError
 from retouch.families import FAMILIES
 from retouch.families.loading import ModelFilesError, is_there, load_component, load_model
 from retouch.families.sd_inpaint.spec import SdInpaintModel
-from retouch.families.tiny import autoencoder
+from retouch.families.tiny import autoencoder, tiny_pipeline
 from retouch.files import hub
 from tests.data.hub_stub import HubStub
 from tests.families.facts import text_length
@@ -60,6 +61,18 @@ def test_every_command_reads_a_folder_of_the_hub(family: str, tmp_path: Path) ->
         outcomes = released_folders.walk(family, tmp_path, path, **options)
     failed = {name: told[-2000:] for name, (code, told) in outcomes.items() if code}
     assert not failed and len(outcomes) >= 8
+
+
+@pytest.mark.parametrize("family", ["qwen_image_edit", "qwen_image_21"])
+def test_an_encoder_of_released_width_finds_images_by_the_tokens_of_its_folder(family: str) -> None:
+    """Not by the released ids, which the tokenizer of bytes does not have."""
+    toy, spec = tiny_pipeline(family).components, FAMILIES[family].spec
+    marks = released_folders.marks_of(toy["text_encoder"])
+    tokenizer = toy["processor"].tokenizer
+    assert marks["image_token_id"] == tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    with init_empty_weights():
+        made = released_folders.make_network(spec, "text_encoder", spec.networks["text_encoder"], marks)
+    assert made.config.image_token_id == marks["image_token_id"]
 
 
 class Refusing(HubStub):

@@ -1,6 +1,6 @@
 """What is on the second device between the steps of small runs, and what happens where its memory ends.
 
-`python -m tests.rehearsal.full FOLDER kept FAMILY,KIND ...` prints a JSON object of `kept` of each;
+`python -m tests.rehearsal.full FOLDER kept FAMILY,KIND,OFFLOAD[,QUANTIZE] ...` prints a JSON object of `kept` of each;
 `python -m tests.rehearsal.full FOLDER halved` prints `halved`, and `... parts` prints `parts`.
 """
 
@@ -150,9 +150,10 @@ def main(folder: Path, what: str, cells: list[str]) -> None:
         else:
             found = {}
             for text in cells:
-                family, kind, offload = text.split(",")
-                waits = {"model__offload_text_encoders": offload == "on", "model__offload_vae": offload == "on"}
-                found[text] = kept(cell_in(folder, signs, (family, "grpo", kind), name=text.replace(",", "-"), **waits))
+                family, kind, offload, *quantize = text.split(",")
+                given = {"model__offload_text_encoders": offload == "on", "model__offload_vae": offload == "on"}
+                given |= {"model__quantize": quantize[0]} if quantize else {}
+                found[text] = kept(cell_in(folder, signs, (family, "grpo", kind), name=text.replace(",", "-"), **given))
     sys.stdout.write(f"{json.dumps(found)}\n")
 
 

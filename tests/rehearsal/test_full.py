@@ -41,6 +41,11 @@ def test_what_lives_between_steps_is_what_check_counts_for_every_kind(family: st
     agree(found(tmp_path, "kept", *map(",".join, cells)))
 
 
+@pytest.mark.full
+def test_what_lives_between_steps_of_a_quantized_network_is_what_check_counts(tmp_path: Path) -> None:
+    agree(found(tmp_path, "kept", "flux_fill,lora,off,int8", "flux_fill,lora,off,nf4"))
+
+
 MESSAGES = {
     "text": "in the text encoders (T); set model.offload_text_encoders=true, or run",
     "encode": "while encoding 2 images (T); set model.vae_batch=one",
