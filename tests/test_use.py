@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -879,6 +881,24 @@ def test_two_exports_into_one_folder(finished: Finished, tmp_path: Path, monkeyp
     assert "another process wrote there" in outcome.err
     assert (tmp_path / "out/model.safetensors").read_bytes() == b"earlier"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_into_a_folder_where_a_disk_is_mounted(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files cannot be renamed from the disk beside it."""
+    out, rename = tmp_path / "out", Path.rename
+
+    def on_one_disk(path: Path, target: Path) -> Path:
+        if path.is_relative_to(out) != target.is_relative_to(out):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", on_one_disk)
+    out.mkdir()
+    outcome = retouch("export", finished("lora"), "--to", "safetensors", "--out", out)
+    assert outcome.code == 0, outcome.err
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "lora-step-000004.safetensors"]
 
 
 @pytest.mark.parametrize("links", [True, False])
