@@ -19,7 +19,7 @@ from retouch.algorithms.vlm_grpo.responses import chat_messages, tokenize, token
 from retouch.algorithms.vlm_grpo.run import load_policy
 from retouch.config import RunConfig, parse_run
 from retouch.config.load import load_run
-from retouch.data.base import ItemFiles
+from retouch.data.base import DataError, ItemFiles
 from retouch.data.buckets import Buckets
 from retouch.families import FAMILIES
 from retouch.families.diffusion import FamilyModel
@@ -28,6 +28,8 @@ from retouch.families.prompts import PromptCheck
 from retouch.families.qwen.text import Shown, prefix_length
 from retouch.families.text import TextEncoder
 from retouch.families.tiny import tiny_pipeline
+from retouch.use import items
+from retouch.use.items import SampleRequest, items_to_sample
 from tests.command_line import Outcome, retouch
 from tests.tiny_models import tiny_model
 
@@ -442,6 +444,33 @@ def test_sample_refuses_a_text_that_is_cut(prompt: str, reward: str, code: int, 
     outcome = retouch("sample", "--config", listed, *place, "--prompt", prompt)
     assert outcome.code == code and cut(1, 1) in told(outcome)
     assert (PROBLEM in outcome.err) is (code == 2)
+
+
+def test_sample_names_a_prompt_without_an_image_that_is_cut(
+    listed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = yaml.safe_load(listed.read_text(encoding="utf-8"))
+    run["model"] |= {"family": "sd3", "path": str(model_folder("sd3"))}
+    (tmp_path / "prompts.txt").write_text("a sign\n", encoding="utf-8")
+    run["data"] = {"format": "prompts", "path": str(tmp_path / "prompts.txt"), "resolution": [32, 64]}
+    items_to_sample(parse_run(run), SampleRequest(prompt="a sign" * 40))
+    assert "1 of 1 prompts are longer than the 24 tokens that" in caplog.text
+
+
+def test_the_import_of_torch_is_named_before_prompts_are_counted(
+    listed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenizers import it, which takes seconds; a mistake in the options is told before."""
+
+    def stop(*_: object) -> None:
+        raise DataError("counted")
+
+    monkeypatch.setattr(items, "require_read", stop)
+    place = ["--image", tmp_path / "a.png", "--mask", tmp_path / "m.png", "--out", tmp_path / "out"]
+    outcome = retouch("sample", "--config", listed, *place, "--prompt", "a sign")
+    first, last = outcome.err.splitlines()
+    assert "loading torch, then flux_fill" in first and last == "error: counted"
+    assert "loading torch" not in retouch("sample", "--config", listed, *place, "--prompt", "a", "--fit", "x").err
 
 
 def test_sample_leaves_an_item_of_a_list_out(listed: Path, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -336,7 +338,7 @@ def test_a_mask_that_is_narrower_than_its_soft_edge_is_named(
     command = ("sample", "--run", finished("full"), *photo[:2], "--text", "MOON", "--steps", 1, "--box", "8,8,40,12")
     outcome = retouch(*command, "--feather", 8, "--out", tmp_path / "out")
     assert outcome.code == 0
-    assert "is so narrow that at most 0 % of the sample shows in it; set less" in " ".join(outcome.err.split())
+    assert "is so narrow that at most 0 % of the sample shows; set less" in " ".join(outcome.err.split())
     assert "so narrow" not in retouch(*command, "--feather", 1, "--out", tmp_path / "out").err
 
 
@@ -879,6 +881,24 @@ def test_two_exports_into_one_folder(finished: Finished, tmp_path: Path, monkeyp
     assert "another process wrote there" in outcome.err
     assert (tmp_path / "out/model.safetensors").read_bytes() == b"earlier"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_into_a_folder_where_a_disk_is_mounted(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files cannot be renamed from the disk beside it."""
+    out, rename = tmp_path / "out", Path.rename
+
+    def on_one_disk(path: Path, target: Path) -> Path:
+        if path.is_relative_to(out) != target.is_relative_to(out):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", on_one_disk)
+    out.mkdir()
+    outcome = retouch("export", finished("lora"), "--to", "safetensors", "--out", out)
+    assert outcome.code == 0, outcome.err
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "lora-step-000004.safetensors"]
 
 
 @pytest.mark.parametrize("links", [True, False])

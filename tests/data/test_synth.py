@@ -253,6 +253,12 @@ def test_wrong_captions_stand_in_the_list_and_leave_the_pictures(tmp_path: Path)
     assert captions == {misheard(word, 0.3, 0) for word in draw_words(6, "train", 0)}
 
 
+def test_a_list_of_other_data_is_no_exclusion(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('[{"prompt": "like a lemon"}]', encoding="utf-8")
+    with pytest.raises(DataError, match=r"^--exclude: .*/manifest\.json is no list of signs with `lines`"):
+        words_of(tmp_path)
+
+
 @pytest.mark.parametrize("texts", [1, 2])
 def test_words_behind_wrong_captions_are_excluded(texts: int, tmp_path: Path) -> None:
     """The captions of a folder are not the words that its images show: those were drawn again as new ones."""

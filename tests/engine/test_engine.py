@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -190,6 +191,15 @@ def test_the_plugins_of_accelerate_are_refused(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(Accelerator, "distributed_type", plugin)
         with pytest.raises(ConfigError, match=rf"distributed_type is {plugin.value}; set MULTI_GPU.*sharding=fsdp2"):
             Engine(TrainingConfig(mixed_precision="no"), OptimizerConfig(), seed=0)
+
+
+def test_an_engine_that_is_not_installed_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the environment that accelerate's launcher made; accelerate itself raises an ImportError."""
+    if importlib.util.find_spec("megatron") is not None:
+        pytest.skip("Megatron is installed")
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    with pytest.raises(ConfigError, match=r"configuration: Megatron is not installed.*; set MULTI_GPU.*sharding=fsdp2"):
+        engine_for(linear())
 
 
 def test_bf16_autocasts_the_forward_and_keeps_fp32_weights() -> None:

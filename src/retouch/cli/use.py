@@ -112,7 +112,7 @@ def sample(
     """Sample images with trained weights; pixels outside the mask stay unchanged."""
     start_logging()
     trained = find_trained(run, config, weights, raw, DATA_SECTIONS, trust)
-    from retouch.use.items import SampleRequest, items_to_sample, make_folder
+    from retouch.use.items import SampleRequest, items_to_sample, make_folder, require_options
 
     request = SampleRequest(
         data=data,
@@ -133,10 +133,11 @@ def sample(
         context=context,
         more_images=tuple(more_image or ()),
     )
+    require_options(trained.config, request)
+    note_loading(trained.config.model.family)  # tokenizers, which count tokens of prompts, import torch
     chosen = items_to_sample(trained.config, request)
     with writing(out):
         make_folder(out)
-        note_loading(trained.config.model.family)
         from retouch.use.sampling import sample_to_folder
 
         for path in sample_to_folder(trained, request, chosen, out, for_votes=for_votes):

@@ -59,6 +59,13 @@ def require_joined() -> None:
         )
 
 
+def _other_engine(problem: str) -> ConfigError:
+    return ConfigError(
+        f"accelerate's configuration: {problem}; set MULTI_GPU (configs/accelerate), and in the run file "
+        "training.sharding=fsdp2, zero2 or zero3"
+    )
+
+
 class Engine:
     """Precision, gradients, collectives.
 
@@ -88,11 +95,10 @@ class Engine:
             )
         except ValueError as error:
             raise ConfigError(f"training.mixed_precision: given {training.mixed_precision!r}; {error}") from None
+        except ImportError as error:  # of one of PLUGINS, by a variable of the environment
+            raise _other_engine(first_line(error).rstrip(".")) from None
         if self.accelerator.distributed_type in PLUGINS:
-            raise ConfigError(
-                f"accelerate's configuration: distributed_type is {self.accelerator.distributed_type.value}; set "
-                "MULTI_GPU (configs/accelerate), and in the run file training.sharding=fsdp2, zero2 or zero3"
-            )
+            raise _other_engine(f"distributed_type is {self.accelerator.distributed_type.value}")
         self.device: torch.device = self.accelerator.device
         self.rank: int = self.accelerator.process_index
         self.world_size: int = self.accelerator.num_processes

@@ -23,6 +23,7 @@ from PIL import Image
 
 from retouch.data.base import DataError
 from retouch.data.sampler import derive_seed
+from retouch.files import plain_json
 from retouch.files.disk import only_writer, write_whole
 from retouch.imaging.glyphs import FONTS, write_spaced
 from retouch.imaging.masks import Box, mask_box
@@ -354,14 +355,17 @@ def words_of(folder: Path) -> set[str]:
     captions that has no `WORDS`, those of its list.
 
     Raises:
-        DataError: it has no list file.
+        DataError: it has no list file, or another one.
     """
     listing, manifest, shown = folder / "self_bench.txt", folder / MANIFEST, folder / WORDS
     if shown.is_file():
         return set(shown.read_text(encoding="utf-8").split())
     if manifest.is_file():
-        entries: list[dict[str, Any]] = json.loads(manifest.read_text(encoding="utf-8"))
-        return {str(line["text"]) for entry in entries for line in entry["lines"]}
+        try:
+            entries = plain_json.loads(manifest.read_text(encoding="utf-8"))
+            return {str(line["text"]) for entry in entries for line in entry["lines"]}
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"--exclude: {manifest} is no list of signs with `lines`; give a folder of synth") from None
     if not listing.is_file():
         raise DataError(f"--exclude: {folder} has no self_bench.txt")
     return {line.partition("-")[2].strip() for line in listing.read_text(encoding="utf-8").splitlines() if line.strip()}

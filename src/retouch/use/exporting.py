@@ -149,14 +149,15 @@ def _appearing(out: Path) -> Iterator[Path]:
     """
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    made = out.with_name(f".{out.name}.{os.getpid()}.tmp"[:200])
+    place = out if out.is_dir() else out.parent  # where a disk is mounted, a folder beside it lies on another one
+    made = place / f".{out.name[:180]}.{os.getpid()}.tmp"
     try:
         yield made
         if not out.exists():
             made.rename(out)
-        elif any(out.iterdir()):
+        elif any(path != made for path in out.iterdir()):
             raise ConfigError(f"--out: given {out}; another process wrote there; choose another")
-        else:  # it may be where a disk is mounted
+        else:
             for path in made.iterdir():
                 path.rename(out / path.name)
     finally:

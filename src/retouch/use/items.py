@@ -100,20 +100,7 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
         DataError, ImageProblem: a broken image or mask, a box outside the image, or more broken items than the run
             allows.
     """
-    # Three ways to name what to sample: a data set, one image, or for text to image a prompt alone. Each has options of
-    # its own; those of another way are an error, because they would be ignored.
-    prompt_alone = not takes_source(config) and request.data is None and request.image is None
-    if prompt_alone and not request.texts and request.prompt is None:
-        raise ConfigError("give either --data, or --prompt (or --text)")
-    if not prompt_alone and (request.data is None) == (request.image is None):
-        raise ConfigError("give either --data, or --image with --mask (or --box) and --text (or --prompt)")
-    if request.fit not in (None, *FITS):
-        raise ConfigError(f"--fit: given {request.fit!r}; {nearest(request.fit, FITS)}")
-    _check_crop(config, request)
-    if request.size is not None:
-        require_multiples(request.size, config.model.size_multiple, config.model.family)
-    for option, text in (("--prompt", request.prompt), *(("--text", text) for text in request.texts)):
-        require_utf_8(option, text or "")
+    require_options(config, request)
     given = {"resolution": request.size, "fit": request.fit, "invert_mask": request.invert_mask}
     update = {name: value for name, value in given.items() if value is not None}
     if request.data is not None:
@@ -125,9 +112,11 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
             return section, examples_of(config, section, "--data", request.reference, scored=False).items
         except DataError as error:
             raise DataError(_with_options(str(error))) from None
-    if prompt_alone:
-        prompts = PromptsData(path="")
-        return prompts.model_copy(update=_shared(config.data, PromptsData) | update), [_one_prompt(config, request)]
+    if _prompt_alone(config, request):
+        prompts = PromptsData(path="").model_copy(update=_shared(config.data, PromptsData) | update)
+        item = _one_prompt(config, request)
+        require_read(config, prompts, item)
+        return prompts, [item]
     section = ManifestData(path="").model_copy(
         update=_shared(config.data, ManifestData) | {"reference": "given"} | update
     )
@@ -141,6 +130,32 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
         logger.warning("%s", in_place(problem.doubt, "--mask"))
     require_read(config, section, item)
     return section, [item]
+
+
+def require_options(config: RunConfig, request: SampleRequest) -> None:
+    """Refuse options that are unknown, missing or exclude each other, before any file is read.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    # Three ways to name what to sample: a data set, one image, or for text to image a prompt alone. Each has options of
+    # its own; those of another way are an error, because they would be ignored.
+    prompt_alone = _prompt_alone(config, request)
+    if prompt_alone and not request.texts and request.prompt is None:
+        raise ConfigError("give either --data, or --prompt (or --text)")
+    if not prompt_alone and (request.data is None) == (request.image is None):
+        raise ConfigError("give either --data, or --image with --mask (or --box) and --text (or --prompt)")
+    if request.fit not in (None, *FITS):
+        raise ConfigError(f"--fit: given {request.fit!r}; {nearest(request.fit, FITS)}")
+    _check_crop(config, request)
+    if request.size is not None:
+        require_multiples(request.size, config.model.size_multiple, config.model.family)
+    for option, text in (("--prompt", request.prompt), *(("--text", text) for text in request.texts)):
+        require_utf_8(option, text or "")
+
+
+def _prompt_alone(config: RunConfig, request: SampleRequest) -> bool:
+    return not takes_source(config) and request.data is None and request.image is None
 
 
 def _with_options(message: str) -> str:

@@ -239,8 +239,8 @@ def _warn_of_feather(item: ItemFiles, section: DataSection, feather: float) -> N
     """Warn of a soft edge that is wider than the masked region: the sample would hardly show, or not at all."""
     if feather and (most := mask_weights(_mask_of(item, section), feather).max()) < _LEAST_SHOWN:
         logger.warning(
-            "--feather: given %g, but the masked region of %s is so narrow that at most %.0f %% of the sample shows in "
-            "it; set less",
+            "--feather: given %g, but the masked region of %s is so narrow that at most %.0f %% of the sample shows; "
+            "set less",
             feather,
             item.source_path,
             100 * most,
