@@ -73,6 +73,15 @@ def test_the_taste_of_the_voter_is_what_the_reward_scores(taste: Path) -> None:
     assert values == sorted(values) and len(values) == 3 and values[0] < 0.3 < 0.7 < values[2]
 
 
+def test_a_cautious_reward_is_low_where_nobody_voted(taste: Path) -> None:
+    """Voted images have one colour and a faint mark in the mask; half of this mask is black."""
+    known, strange = item(20.0), item(20.0)
+    strange.image[8:16, 10:20] = 0
+    plain, cautious = (scorer(taste, cautious=one).score([known, strange]) for one in (False, True))
+    values = [one.value for one in (*plain, *cautious) if isinstance(one, Score)]
+    assert values[2] == values[0] > 0.5 and values[3] < min(1e-3, values[1])
+
+
 def test_values_have_the_gradient_of_the_scores(taste: Path) -> None:
     made, one = scorer(taste), item(10.0)
     pixels = (torch.tensor(one.image).permute(2, 0, 1)[None] / 255).requires_grad_()

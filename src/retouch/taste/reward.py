@@ -22,7 +22,7 @@ from retouch.imaging.fitting import Fit
 from retouch.imaging.reading import image_size
 from retouch.rewards.scorers.weights import file_digest
 from retouch.taste.extractor import STATISTICS, Extractor
-from retouch.taste.fitting import Features, Quality, fit_head, folds_of, measure
+from retouch.taste.fitting import Features, Quality, fit_head, folds_of, measure, votable
 from retouch.taste.head import TasteFile, write_taste
 from retouch.taste.votes import REPLACED, Vote, VotedImage, read_votes, replaced
 
@@ -73,6 +73,7 @@ def fit_reward(
         encoder.name,
         encoder.revision,
         head.noise,
+        votable(features.values[:, -STATISTICS:]),
         sorted(sizes),
         shown and shown.fit,
         about,
