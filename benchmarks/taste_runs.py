@@ -33,14 +33,16 @@ from taste import stroke, vote
 
 STEPS, WARMUP, HELD_OUT = 20, 20, 96
 VOTES = 300
+RATE = 1e-4
+"""Learning rate of every arm."""
 SHOWN = ("stroke", "ocr.ned", "taste", "gold")
 
 ATTACK = "attack"
 ARMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "RL: taste + OCR": ("nft", ("rewards.taste.weight=0.5", "algorithm.kl_weight=0.2")),
+    "RL: taste + OCR": ("nft", ("rewards.taste.weight=0.3", "algorithm.kl_weight=0.2")),
     "KTO": ("kto", ("algorithm.good_weight=1",)),
     "offline DPO": ("dpo", ("algorithm.pairs=offline", "algorithm.reference_refresh_every=null")),
-    ATTACK: ("nft", ("algorithm.kl_weight=0", "evaluation.on_gold_fall=stop", "training.eval_every=1")),
+    ATTACK: ("nft", ("algorithm.kl_weight=0", "evaluation.on_gold_fall=stop", "training.eval_every=5")),
 }
 """Arm -> the file of configs/tiny and its overrides."""
 
@@ -59,7 +61,7 @@ def main() -> None:
     images = images_to_vote_on(options.samples, options.samples.parent)
     noise = vote_and_fit(images, options.work)
     voted = [stroke(image) for image in images]
-    for seed, arm in product(options.seeds, options.arms):
+    for arm, seed in product(options.arms, options.seeds):
         row = trained(arm, seed, noise, options.work, options.set) | {"voted": [round(f(voted), 4) for f in (min, max)]}
         rows = [r for r in rows if r["run"] != row["run"]] + [row]
         write(rows, options.out)
@@ -84,7 +86,8 @@ def trained(arm: str, seed: int, noise: float, work: Path, more: Sequence[str]) 
     rewards = f"taste: {{path: {work}/first.safetensors, min_group_std: {noise}}}"
     rewards += f", gold: {{scorer: taste, path: {work}/second.safetensors, role: gold, cautious: true}}"
     rewards += "" if arm == ATTACK else ", ocr: {detect: false, threads: 1}"
-    overrides = [f"seed={seed}", f"rewards={{{rewards}}}", f"algorithm.sft_steps={WARMUP}", *own, *more]
+    overrides = [f"seed={seed}", f"rewards={{{rewards}}}", f"algorithm.sft_steps={WARMUP}", f"optimizer.lr={RATE}"]
+    overrides += [*own, *more]
     data = {"DATA_PATH": str(work / "data"), "LABELS_PATH": "unused"}
     if algorithm != "nft":
         kind = "labels" if algorithm == "kto" else "pairs"

@@ -60,7 +60,8 @@ class TasteReward(RewardEntry):
 
 
 class TasteScorer(PixelScorer[TasteReward]):
-    """sigmoid(<weights, features> - threshold), cautious: less the distance beyond the reach (`Votable`)."""
+    """sigmoid(<weights, features> - threshold); cautious: + the logarithm of how much rarer such an image is among the
+    voted ones than one at their reach (`Votable`), by a normal distribution."""
 
     def load(self, device: str) -> None:
         """Load the head and its encoder.
@@ -103,6 +104,6 @@ class TasteScorer(PixelScorer[TasteReward]):
         features = self._extract(image, item.mask)
         logit = (features * self._weights).sum() - self._threshold
         if self.options.cautious:
-            distance = ((features[-len(self._center) :] - self._center) @ self._whitening).norm()
-            logit = logit - (distance - self._reach).clamp(min=0)
+            squared = ((features[-len(self._center) :] - self._center) @ self._whitening).square().sum()
+            logit = logit - (squared - self._reach**2).clamp(min=0) / 2
         return logit.sigmoid()
