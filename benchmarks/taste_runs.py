@@ -83,7 +83,8 @@ def trained(arm: str, seed: int, noise: float, work: Path, more: Sequence[str]) 
     algorithm, own = ARMS[arm]
     file = REPOSITORY / f"configs/tiny/flux_fill_{algorithm}.yaml"
     name = f"{arm.split(':')[0].replace(' ', '-')}-{seed}"
-    rewards = f"taste: {{path: {work}/first.safetensors, min_group_std: {noise}}}"
+    taste = f"path: {work}/first.safetensors" + (f", min_group_std: {noise}" if algorithm == "nft" else "")
+    rewards = f"taste: {{{taste}}}"
     rewards += f", gold: {{scorer: taste, path: {work}/second.safetensors, role: gold, cautious: true}}"
     rewards += "" if arm == ATTACK else ", ocr: {detect: false, threads: 1}"
     overrides = [f"seed={seed}", f"rewards={{{rewards}}}", f"algorithm.sft_steps={WARMUP}", f"optimizer.lr={RATE}"]

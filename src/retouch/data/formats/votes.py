@@ -34,6 +34,9 @@ class VotesData(ImageSection):
     def listing(self) -> Path | None:
         return local_path(self.path)
 
+    def given_images(self) -> frozenset[str]:
+        return frozenset({"win", "lose"} if self.votes_as == "pairs" else {"target"})
+
     def divisible(self) -> list[tuple[Mapping[str, Any], ItemFiles]]:
         """The votes that were not taken back; those on one example, or on one source, stay together."""
         path = local_path(self.path)
