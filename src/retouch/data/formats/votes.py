@@ -44,21 +44,14 @@ class VotesData(ImageSection):
         first: dict[str, VotedImage] = {}
         for vote in votes:
             first.setdefault(vote.left.example, vote.left)
-        return [
-            (
-                line_of(vote, path.parent),
-                ItemFiles(
-                    number,
-                    vote.left.prompt,
-                    vote.left.source,
-                    target_path=first[vote.left.example].image,
-                    win_path=vote.left.image,
-                    lose_path=None if vote.right is None else vote.right.image,
-                    metadata={} if vote.left.text is None else {"text": vote.left.text},
-                ),
+        items = (
+            ItemFiles(
+                number, vote.left.prompt, vote.left.source, target_path=first[vote.left.example].image,
+                metadata={} if vote.left.text is None else {"text": vote.left.text},
             )
             for number, vote in enumerate(votes)
-        ]
+        )  # fmt: skip
+        return [(line_of(vote, path.parent), item) for vote, item in zip(votes, items, strict=True)]
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         path = local_path(self.path)
