@@ -142,10 +142,14 @@ def label(folder: Path) -> Iterator[str]:
             thread.join()
 
 
+VOTERS = iter(("Ann", "Ben"))
+"""A voter for each window: who has voted goes on with the next pair."""
+
+
 def voted_twice(tab: Page) -> None:
     """Enter a name, vote on two pairs, and show the outline of the masks of the third."""
     count = "document.getElementById('count').textContent"
-    tab.set("#name", "Ann")
+    tab.set("#name", next(VOTERS))
     tab.click("#who button")
     for votes, key in enumerate(("ArrowLeft", "t", "m")):
         tab.wait(f"{count}.startsWith('{votes} of') && !busy")

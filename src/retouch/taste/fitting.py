@@ -167,7 +167,7 @@ def fit_head(features: Features, votes: Sequence[Vote]) -> FittedTaste:
     fitted = fit(found, penalty)
     scores, zero, unit = features.components @ fitted.weights, fitted.bad, 1.0
     if not found.offered[:, 3].any():
-        # pairs alone give no zero and say nothing between examples: the voted images are its middle, and examples whose
+        # pairs alone give no zero and compare no examples: the voted images are its middle, and examples whose
         # scores lie far apart must not all have the value 0 or 1, which has no gradient
         zero, unit = float(scores.mean()), max(1.0, float(scores.std()))
     weights = features.scale * (features.directions @ fitted.weights) / unit

@@ -31,8 +31,8 @@ class TasteReward(RewardEntry):
     extractor: Text | None = None
     """Hub id or folder with the same weights, if the encoder is elsewhere than it was for the fit."""
     cautious: bool = False
-    """Lower the values of images that are unlike those that were voted on, in colour, contrast and share of ink: votes
-    say nothing about them. For `role: gold`, which then falls when a run leaves these images."""
+    """Lower the values of images that are unlike those that were voted on, in colour, contrast and share of ink: no
+    vote is on such images. For `role: gold`, which then falls when a run leaves these images."""
 
     def check_trainable(self, run: RunConfig, key: str = "") -> None:
         super().check_trainable(run, key)
