@@ -18,6 +18,7 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from structure_reward import interval
 
@@ -101,9 +102,14 @@ def trained(arm: str, seed: int, noise: float, work: Path, more: Sequence[str]) 
     steps, forwards = equal_steps(file, overrides)
     overrides += [f"training.max_steps={WARMUP + steps}"]
     kept = [f"evaluation.num_examples={HELD_OUT}", f"evaluation.grid_examples={HELD_OUT}", "training.eval_every=10"]
-    retouch(
-        "train", str(file), f"name={name}", f"logging.dir={work}", "logging.sinks=[]", "resume=auto", *kept, *overrides
-    )
+    stopped = arm == ATTACK and alarms(work / name)
+    try:
+        if not stopped:
+            options = [f"name={name}", f"logging.dir={work}", "logging.sinks=[]", "resume=auto"]
+            retouch("train", str(file), *options, *kept, *overrides)
+    except SystemExit as stop:
+        if arm != ATTACK or stop.code != 3:  # of an alarm
+            raise
     records = read_metrics(work / name / "metrics.jsonl")
     data = work / "data/held_out"
     curve = {r["step"]: with_strokes(work / name, r["step"], data) for r in records if r["kind"] == "eval"}
@@ -118,8 +124,15 @@ def trained(arm: str, seed: int, noise: float, work: Path, more: Sequence[str]) 
         "held_out": {n: {m: round(point.means()[m], 4) for m in shown} for n, point in points.items()},
         "gain": {m: [round(v, 4) for v in change[m]] for m in shown},
         "curve": [[step, *(round(point.means()[m], 4) for m in shown)] for step, point in curve.items()],
-        "alarms": [[r["step"], r["text"]] for r in records if r["kind"] == "alarm"],
+        "alarms": alarms(work / name),
     }
+
+
+def alarms(run: Path) -> list[list[Any]]:
+    """Step and text of each alarm of a run."""
+    file = run / "metrics.jsonl"
+    records = read_metrics(file) if file.exists() else ()
+    return [[r["step"], r["alarm"]] for r in records if r.get("event") == "alarm"]
 
 
 def equal_steps(file: Path, overrides: Sequence[str]) -> tuple[int, int]:
