@@ -98,7 +98,8 @@ def features_of(
         raise DataError(f"{image.image}: {REPLACED}")
     rows, sizes = list[Any](), set[Shape]()
     for image in unique.values():
-        own = section or VotesData(path=str(image.image), resolution=image_size(image.image)[::-1])
+        width, height = image_size(image.image)
+        own = section or VotesData(path=str(image.image), resolution=(height, width))
         item = ItemFiles(0, image.prompt, None, image.mask, target_path=image.image, target="file", mask_is_made=True)
         example, _ = read_item(item, own)
         mask = None if example.mask is None else np.asarray(example.mask)
