@@ -38,12 +38,14 @@ RATE = 1e-4
 """Learning rate of every arm."""
 SHOWN = ("stroke", "ocr.ned", "taste", "gold")
 
-ATTACK = "attack"
+ATTACK, PLAIN = "attack", "attack, plain gold"
+_OF_ATTACK = ("algorithm.kl_weight=0", "evaluation.on_gold_fall=stop", "training.eval_every=5")
 ARMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "RL: taste + OCR": ("nft", ("rewards.taste.weight=0.3", "algorithm.kl_weight=0.2")),
     "KTO": ("kto", ("algorithm.good_weight=1",)),
     "offline DPO": ("dpo", ("algorithm.pairs=offline", "algorithm.reference_refresh_every=null")),
-    ATTACK: ("nft", ("algorithm.kl_weight=0", "evaluation.on_gold_fall=stop", "training.eval_every=5")),
+    ATTACK: ("nft", _OF_ATTACK),
+    PLAIN: ("nft", _OF_ATTACK),
 }
 """Arm -> the file of configs/tiny and its overrides."""
 
@@ -83,11 +85,13 @@ def trained(arm: str, seed: int, noise: float, work: Path, more: Sequence[str]) 
     """Train one arm and measure it on held-out words."""
     algorithm, own = ARMS[arm]
     file = REPOSITORY / f"configs/tiny/flux_fill_{algorithm}.yaml"
-    name = f"{arm.split(':')[0].replace(' ', '-')}-{seed}"
+    name = f"{arm.split(':')[0].replace(', ', '-').replace(' ', '-')}-{seed}"
     taste = f"path: {work}/first.safetensors" + (f", min_group_std: {noise}" if algorithm == "nft" else "")
     rewards = f"taste: {{{taste}}}"
-    rewards += f", gold: {{scorer: taste, path: {work}/second.safetensors, role: gold, cautious: true}}"
-    rewards += "" if arm == ATTACK else ", ocr: {detect: false, threads: 1}"
+    rewards += (
+        f", gold: {{scorer: taste, path: {work}/second.safetensors, role: gold, cautious: {json.dumps(arm != PLAIN)}}}"
+    )
+    rewards += "" if arm in (ATTACK, PLAIN) else ", ocr: {detect: false, threads: 1}"
     overrides = [f"seed={seed}", f"rewards={{{rewards}}}", f"algorithm.sft_steps={WARMUP}", f"optimizer.lr={RATE}"]
     overrides += [*own, *more]
     data = {"DATA_PATH": str(work / "data"), "LABELS_PATH": "unused"}
@@ -102,13 +106,13 @@ def trained(arm: str, seed: int, noise: float, work: Path, more: Sequence[str]) 
     steps, forwards = equal_steps(file, overrides)
     overrides += [f"training.max_steps={WARMUP + steps}"]
     kept = [f"evaluation.num_examples={HELD_OUT}", f"evaluation.grid_examples={HELD_OUT}", "training.eval_every=10"]
-    stopped = arm == ATTACK and alarms(work / name)
+    stopped = arm in (ATTACK, PLAIN) and alarms(work / name)
     try:
         if not stopped:
             options = [f"name={name}", f"logging.dir={work}", "logging.sinks=[]", "resume=auto"]
             retouch("train", str(file), *options, *kept, *overrides)
     except SystemExit as stop:
-        if arm != ATTACK or stop.code != 3:  # of an alarm
+        if arm not in (ATTACK, PLAIN) or stop.code != 3:  # of an alarm
             raise
     records = read_metrics(work / name / "metrics.jsonl")
     data = work / "data/held_out"

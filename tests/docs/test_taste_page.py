@@ -50,7 +50,12 @@ def test_the_gold_reward_notices_the_attack_within_the_voted_images() -> None:
         assert "gold" in row["alarms"][0][1] and row["alarms"][0][0] == last[0] and least < last[1] < most
 
 
+def test_a_gold_reward_that_is_not_cautious_rises_with_the_trained_one() -> None:
+    [row] = [row for row in result("taste_runs")["rows"] if row["arm"] == "attack, plain gold"]
+    assert row["alarms"] == [] and row["gain"]["gold"][1] > 0 and row["curve"][-1][1] > row["voted"][1]
+
+
 def test_the_other_algorithms_took_as_many_forwards() -> None:
-    rows = [row for row in result("taste_runs")["rows"] if row["arm"] != "attack"]
+    rows = [row for row in result("taste_runs")["rows"] if not row["arm"].startswith("attack")]
     forwards = {row["forwards"] for row in rows}
     assert len(rows) == 9 and max(forwards) < 1.05 * min(forwards)
