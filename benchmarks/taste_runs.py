@@ -124,7 +124,7 @@ def trained(arm: str, seed: int, noise: float, work: Path, more: Sequence[str]) 
         "run": name,
         "arm": arm,
         "seed": seed,
-        "forwards": forwards,
+        "forwards": round(forwards * (max(curve) - WARMUP) / steps),  # an alarm may have stopped it
         "held_out": {n: {m: round(point.means()[m], 4) for m in shown} for n, point in points.items()},
         "gain": {m: [round(v, 4) for v in change[m]] for m in shown},
         "curve": [[step, *(round(point.means()[m], 4) for m in shown)] for step, point in curve.items()],
