@@ -2,8 +2,8 @@
 
     python benchmarks/taste.py --samples FOLDER/samples.jsonl --out benchmarks/results/taste.json
 
-The samples are those of `retouch sample --count 4 --for-votes` with a tiny run after its warm-up, on signs of
-`retouch data synth --half held_out`. A voter prefers the higher value of a measure, and gives the other answer in 10 %
+The samples are those of `retouch sample --count 4 --for-votes` with the checkpoint of step 20 (the warm-up) of
+configs/tiny/flux_fill_nft.yaml, on the signs of `retouch data synth --count 60 --seed 4 --no-targets`. A voter prefers the higher value of a measure, and gives the other answer in 10 %
 of the votes. Measures: `warm`, the mean of red minus blue inside the mask; `stroke`, the share of its pixels that
 are nearer to the darkest or brightest tenth than to the median, whichever is further from it.
 
