@@ -3,9 +3,10 @@
     python benchmarks/taste.py --samples FOLDER/samples.jsonl --out benchmarks/results/taste.json
 
 The samples are those of `retouch sample --count 4 --for-votes` with the checkpoint of step 20 (the warm-up) of
-configs/tiny/flux_fill_nft.yaml, on the signs of `retouch data synth --count 60 --seed 4 --no-targets`. A voter prefers the
-higher value of a measure, and gives the other answer in 10 % of the votes. Measures: `warm`, the mean of red minus blue
-inside the mask; `stroke`, the share of its pixels that are nearer to the darkest or brightest tenth than to the median, whichever is further from it.
+configs/tiny/flux_fill_nft.yaml, on the signs of `retouch data synth --count 60 --seed 4 --no-targets`. A voter prefers
+the higher value of a measure, and gives the other answer in 10 % of the votes. Measures: `warm`, the mean of red minus
+blue inside the mask; `stroke`, the share of its pixels that are nearer to the darkest or brightest tenth than to the
+median, whichever is further from it.
 
 `fit`: for each of 10 repetitions 300 votes by `retouch label`'s choice of pairs: held-out accuracy, its excess over
 chance as a share of the ceiling's (accuracy .9), and whether the interval of the voter's consistency contains the truth
