@@ -2,10 +2,11 @@
 
     python benchmarks/taste.py --samples FOLDER/samples.jsonl --out benchmarks/results/taste.json
 
-The samples are those of `retouch sample --count 4 --for-votes` with a tiny run after its warm-up, on signs of
-`retouch data synth --half held_out`. A voter prefers the higher value of a measure, and gives the other answer in 10 %
-of the votes. Measures: `warm`, the mean of red minus blue inside the mask; `stroke`, the share of its pixels that
-are nearer to the darkest or brightest tenth than to the median, whichever is further from it.
+The samples are those of `retouch sample --count 4 --for-votes` with the checkpoint of step 20 (the warm-up) of
+configs/tiny/flux_fill_nft.yaml, on the signs of `retouch data synth --count 60 --seed 4 --no-targets`. A voter prefers
+the higher value of a measure, and gives the other answer in 10 % of the votes. Measures: `warm`, the mean of red minus
+blue inside the mask; `stroke`, the share of its pixels that are nearer to the darkest or brightest tenth than to the
+median, whichever is further from it.
 
 `fit`: for each of 10 repetitions 300 votes by `retouch label`'s choice of pairs: held-out accuracy, its excess over
 chance as a share of the ceiling's (accuracy .9), and whether the interval of the voter's consistency contains the truth
@@ -21,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,10 @@ from retouch.taste.votes import Vote, VotedImage, VoteFile
 NOISE = 0.1
 CONSISTENCY = (1 - NOISE) ** 2 + NOISE**2
 COUNTS = (25, 50, 75, 100, 150, 200, 250, 300)
+COMPARED = (100, 150, 200)
+"""Numbers of votes whose accuracy by the uniform choice the active one has to reach."""
+
+TASTES = {"warm": "warm background", "stroke": "thick strokes"}
 
 Measure = Callable[[VotedImage], float]
 
@@ -125,6 +131,50 @@ def choices(
                     row[name].append(round(float(np.mean(right)), 4))
         rows.append(row)
     return rows
+
+
+def fit_table(result: Mapping[str, Any]) -> str:
+    """Means over the repetitions, as markdown."""
+    lines = ["| taste | held-out accuracy | of the ceiling | lowest | consistency in its interval |", "|---" * 5 + "|"]
+    for name, found in result["measures"].items():
+        rows = found["fit"]["rows"]
+        accuracy, share = (fmean(row[key] for row in rows) for key in ("accuracy", "of_ceiling"))
+        low = min(row["of_ceiling"] for row in rows)
+        covered = f"{found['fit']['covered']} of {len(rows)}"
+        lines.append(f"| {TASTES[name]} | {accuracy:.3f} | {share:.2f} | {low:.2f} | {covered} |")
+    return "\n".join(lines)
+
+
+def needed(counts: Sequence[int], curve: Sequence[float], accuracy: float) -> float | None:
+    """Votes at which a curve first reaches an accuracy, between two counts in proportion; None: at none."""
+    for at, (count, value) in enumerate(zip(counts, curve, strict=True)):
+        if value >= accuracy:
+            below = curve[at - 1] if at else value
+            part = 1.0 if value == below else (accuracy - below) / (value - below)
+            return count if not at else counts[at - 1] + part * (count - counts[at - 1])
+    return None
+
+
+def choice_rows(result: Mapping[str, Any]) -> list[tuple[str, int, float, float | None]]:
+    """(taste, votes chosen uniformly, mean accuracy, votes chosen actively for as much)."""
+    rows: list[tuple[str, int, float, float | None]] = []
+    for name, found in result["measures"].items():
+        seeds = found["active"]
+        uniform, active = ([fmean(p) for p in zip(*(s[k] for s in seeds), strict=True)] for k in ("uniform", "active"))
+        counts = seeds[0]["votes"]
+        for count, accuracy in zip(counts, uniform, strict=True):
+            if count in COMPARED:
+                rows.append((TASTES[name], count, accuracy, needed(counts, active, accuracy)))
+    return rows
+
+
+def choice_table(result: Mapping[str, Any]) -> str:
+    """Votes that both choices need for the same accuracy, as markdown."""
+    lines = ["| taste | accuracy | votes, uniform | votes, active | ratio |", "|---" * 5 + "|"]
+    for name, count, accuracy, votes in choice_rows(result):
+        shown = "more than 300 | –" if votes is None else f"{votes:.0f} | {votes / count:.2f}"
+        lines.append(f"| {name} | {accuracy:.3f} | {count} | {shown} |")
+    return "\n".join(lines)
 
 
 def main() -> None:

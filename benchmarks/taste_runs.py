@@ -2,9 +2,9 @@
 
     python benchmarks/taste_runs.py --samples FOLDER/samples.jsonl --out benchmarks/results/taste_runs.json
 
-Votes are those of benchmarks/taste.py for the measure `stroke`: 300, of which 10 % are errors. DiffusionNFT trains on OCR
-and on a reward that is fitted to the votes on half of the examples; the other half is its gold reward, which no
-training reads. KTO and offline DPO train on all votes, for as many network forwards. Each run begins with the 20
+Votes are those of benchmarks/taste.py for the measure `stroke`: 300, of which 10 % are errors. DiffusionNFT trains on
+OCR and on a reward that is fitted to the votes on half of the examples; a fit to the other half is the cautious gold
+reward. KTO and offline DPO train on all votes, for as many network forwards. Each run begins with the 20
 supervised steps of configs/tiny. The attack trains without KL on the reward of the votes alone.
 
 Ink share and NED are measured on held-out words with the same seeds before and after, and paired.
@@ -18,30 +18,34 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from statistics import fmean
+from typing import Any
 
 from structure_reward import interval
 
-from algorithms import REPOSITORY, Row, evaluations, make_data, read_metrics, retouch, write
+from algorithms import REPOSITORY, Row, make_data, read_metrics, retouch, write
 from retouch.config import derive, load_run
 from retouch.taste.choosing import Chooser
 from retouch.taste.images import images_to_vote_on
 from retouch.taste.reward import fit_reward
 from retouch.taste.votes import VotedImage, VoteFile
-from retouch.training.evaluation import load_evaluation
+from retouch.training.evaluation import Evaluation, load_evaluation
 from retouch.use.comparison import gains
 from taste import stroke, vote
 
 STEPS, WARMUP, HELD_OUT = 20, 20, 96
 VOTES = 300
+RATE = 1e-4
+"""Learning rate of every arm."""
 SHOWN = ("stroke", "ocr.ned", "taste", "gold")
 
-ATTACK = "attack"
+ATTACK, PLAIN = "attack", "attack, plain gold"
+_OF_ATTACK = ("algorithm.kl_weight=0", "evaluation.on_gold_fall=stop", "training.eval_every=5")
 ARMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "RL: taste + OCR": ("nft", ()),
+    "RL: taste + OCR": ("nft", ("rewards.taste.weight=0.3", "algorithm.kl_weight=0.2")),
     "KTO": ("kto", ("algorithm.good_weight=1",)),
     "offline DPO": ("dpo", ("algorithm.pairs=offline", "algorithm.reference_refresh_every=null")),
-    ATTACK: ("nft", ("algorithm.kl_weight=0", "evaluation.on_gold_fall=stop")),
+    ATTACK: ("nft", _OF_ATTACK),
+    PLAIN: ("nft", _OF_ATTACK),
 }
 """Arm -> the file of configs/tiny and its overrides."""
 
@@ -60,7 +64,7 @@ def main() -> None:
     images = images_to_vote_on(options.samples, options.samples.parent)
     noise = vote_and_fit(images, options.work)
     voted = [stroke(image) for image in images]
-    for seed, arm in product(options.seeds, options.arms):
+    for arm, seed in product(options.arms, options.seeds):
         row = trained(arm, seed, noise, options.work, options.set) | {"voted": [round(f(voted), 4) for f in (min, max)]}
         rows = [r for r in rows if r["run"] != row["run"]] + [row]
         write(rows, options.out)
@@ -81,11 +85,15 @@ def trained(arm: str, seed: int, noise: float, work: Path, more: Sequence[str]) 
     """Train one arm and measure it on held-out words."""
     algorithm, own = ARMS[arm]
     file = REPOSITORY / f"configs/tiny/flux_fill_{algorithm}.yaml"
-    name = f"{arm.split(':')[0].replace(' ', '-')}-{seed}"
-    rewards = f"taste: {{path: {work}/first.safetensors, min_group_std: {noise}}}"
-    rewards += f", gold: {{scorer: taste, path: {work}/second.safetensors, role: gold}}"
-    rewards += "" if arm == ATTACK else ", ocr: {detect: false, threads: 1}"
-    overrides = [f"seed={seed}", f"rewards={{{rewards}}}", f"algorithm.sft_steps={WARMUP}", *own, *more]
+    name = f"{arm.split(':')[0].replace(', ', '-').replace(' ', '-')}-{seed}"
+    taste = f"path: {work}/first.safetensors" + (f", min_group_std: {noise}" if algorithm == "nft" else "")
+    rewards = f"taste: {{{taste}}}"
+    rewards += (
+        f", gold: {{scorer: taste, path: {work}/second.safetensors, role: gold, cautious: {json.dumps(arm != PLAIN)}}}"
+    )
+    rewards += "" if arm in (ATTACK, PLAIN) else ", ocr: {detect: false, threads: 1}"
+    overrides = [f"seed={seed}", f"rewards={{{rewards}}}", f"algorithm.sft_steps={WARMUP}", f"optimizer.lr={RATE}"]
+    overrides += [*own, *more]
     data = {"DATA_PATH": str(work / "data"), "LABELS_PATH": "unused"}
     if algorithm != "nft":
         kind = "labels" if algorithm == "kto" else "pairs"
@@ -97,28 +105,38 @@ def trained(arm: str, seed: int, noise: float, work: Path, more: Sequence[str]) 
     os.environ.update(data)
     steps, forwards = equal_steps(file, overrides)
     overrides += [f"training.max_steps={WARMUP + steps}"]
-    kept = [f"evaluation.num_examples={HELD_OUT}", f"evaluation.grid_examples={HELD_OUT}", "training.eval_every=5"]
-    retouch(
-        "train", str(file), f"name={name}", f"logging.dir={work}", "logging.sinks=[]", "resume=auto", *overrides, *kept
-    )
+    kept = [f"evaluation.num_examples={HELD_OUT}", f"evaluation.grid_examples={HELD_OUT}", "training.eval_every=10"]
+    stopped = arm in (ATTACK, PLAIN) and alarms(work / name)
+    try:
+        if not stopped:
+            options = [f"name={name}", f"logging.dir={work}", "logging.sinks=[]", "resume=auto"]
+            retouch("train", str(file), *options, *kept, *overrides)
+    except SystemExit as stop:
+        if arm not in (ATTACK, PLAIN) or stop.code != 3:  # of an alarm
+            raise
     records = read_metrics(work / name / "metrics.jsonl")
-    curve = {r["step"]: strokes(work / name, r["step"], work / "data/held_out") for r in records if r["kind"] == "eval"}
-    points = {name: evaluations(work / name)[name] for name in ("warmed up", "last")}
-    for point, step in zip(points.values(), (WARMUP, max(curve)), strict=True):
-        for row, value in zip(point.rows, curve[step], strict=True):
-            row["stroke"] = value
+    data = work / "data/held_out"
+    curve = {r["step"]: with_strokes(work / name, r["step"], data) for r in records if r["kind"] == "eval"}
+    points = {"warmed up": curve[WARMUP], "last": curve[max(curve)]}
     change = gains(points["last"], points["warmed up"])
     shown = [measure for measure in SHOWN if measure in change]
     return {
         "run": name,
         "arm": arm,
         "seed": seed,
-        "forwards": forwards,
+        "forwards": round(forwards * (max(curve) - WARMUP) / steps),  # an alarm may have stopped it
         "held_out": {n: {m: round(point.means()[m], 4) for m in shown} for n, point in points.items()},
         "gain": {m: [round(v, 4) for v in change[m]] for m in shown},
-        "curve": [[step, round(fmean(values), 4)] for step, values in curve.items()],
-        "alarms": [[r["step"], r["text"]] for r in records if r["kind"] == "alarm"],
+        "curve": [[step, *(round(point.means()[m], 4) for m in shown)] for step, point in curve.items()],
+        "alarms": alarms(work / name),
     }
+
+
+def alarms(run: Path) -> list[list[Any]]:
+    """Step and text of each alarm of a run."""
+    file = run / "metrics.jsonl"
+    records = read_metrics(file) if file.exists() else ()
+    return [[r["step"], r["alarm"]] for r in records if r.get("event") == "alarm"]
 
 
 def equal_steps(file: Path, overrides: Sequence[str]) -> tuple[int, int]:
@@ -134,13 +152,14 @@ def equal_steps(file: Path, overrides: Sequence[str]) -> tuple[int, int]:
     return steps, round(steps * own)
 
 
-def strokes(run: Path, step: int, data: Path) -> list[float]:
-    """Ink share of each image of an evaluation."""
+def with_strokes(run: Path, step: int, data: Path) -> Evaluation:
+    """An evaluation with the ink share of each image."""
     folder = run / f"evaluations/step-{step:06d}"
-    examples = [row["example"] for row in load_evaluation(folder).rows]
-    images = [folder / f"{number:05d}.png" for number in range(len(examples))]
-    masks = [data / f"test{example}_mask.png" for example in examples]
-    return [stroke(VotedImage(image, "", "", mask=mask)) for image, mask in zip(images, masks, strict=True)]
+    found = load_evaluation(folder)
+    for number, row in enumerate(found.rows):
+        mask = data / f"test{row['example']}_mask.png"
+        row["stroke"] = stroke(VotedImage(folder / f"{number:05d}.png", "", "", mask=mask))
+    return found
 
 
 def table(rows: Sequence[Row]) -> str:

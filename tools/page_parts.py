@@ -53,6 +53,8 @@ OTHERS: Mapping[str, Callable[[], str]] = {
     "structure_attacks": lambda: structure(2),
     "structure_trial": lambda: str(program("structure_reward").trial_table(rows("structure_trial"))),
     "vlm_edit_words": lambda: str(program("vlm_edit").words_table(rows("vlm_edit"))),
+    "taste_fit": lambda: str(program("taste").fit_table(result("taste"))),
+    "taste_choice": lambda: str(program("taste").choice_table(result("taste"))),
     "reward_servers": lambda: str(program("rewards").table(result("rewards"))),
     "reward_balance": lambda: str(program("rewards").balance_table(result("rewards"))),
     "broken_servers": lambda: str(program("broken_servers").table(result("broken_servers"))),

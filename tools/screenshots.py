@@ -1,4 +1,5 @@
-"""Write the screenshots of docs/report.md and docs/tutorial.md: pages at 1280 and 390 pixels, light and dark.
+"""Write the screenshots of docs/report.md, docs/tutorial.md and docs/taste.md: pages at 1280 and 390 pixels, light and
+dark.
 
 python tools/screenshots.py                 # all of them, into docs/images
 python tools/screenshots.py running demo-ui    # some of them
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +39,9 @@ from retouch.observe.run_dir import RunLock  # noqa: E402
 
 FORMS = [(1280, 960, False), (1280, 960, True), (390, 844, False), (390, 844, True)]
 """Width, height and darkness of the windows."""
+
+LIGHT_ONLY = ("label",)
+"""Names of pages that are shown in light windows alone."""
 
 QUALITY = 82
 """Of WebP: text stays sharp, and an image takes some 30 kB."""
@@ -110,6 +116,47 @@ def demo_ui(folder: Path) -> Iterator[str]:
         blocks.close()
 
 
+@contextmanager
+def label(folder: Path) -> Iterator[str]:
+    """The page of votes on pairs of signs -> its address."""
+    from retouch.taste.labelling import open_labelling, open_server
+    from retouch.tiny.signs import draw_words, write_signs
+
+    words = draw_words(8, "train", 1)
+    entries: list[dict[str, str]] = []
+    for seed in range(2):
+        write_signs(folder / f"{seed}", words, (256, 512), seed)
+        for number, word in enumerate(words):
+            image = {"image": f"{seed}/test{number}_source.png", "mask": f"{seed}/test{number}_mask.png"}
+            entries.append(image | {"example": word, "prompt": f"The text is '{word}'."})
+    listing = folder / "samples.jsonl"
+    listing.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    opened = open_labelling(listing, folder / "votes.jsonl", alone=False, active=None, goal=300, seed=0)
+    with opened as labelling, open_server(labelling, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.1,))
+        thread.start()
+        try:
+            yield server.address
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+VOTERS = iter(("Ann", "Ben"))
+"""A voter for each window: who has voted goes on with the next pair."""
+
+
+def voted_twice(tab: Page) -> None:
+    """Enter a name, vote on two pairs, and show the outline of the masks of the third."""
+    count = "document.getElementById('count').textContent"
+    tab.set("#name", next(VOTERS))
+    tab.click("#who button")
+    for votes, key in enumerate(("ArrowLeft", "t", "m")):
+        tab.wait(f"{count}.startsWith('{votes} of') && !busy")
+        tab.run(f"document.dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}', bubbles: true}}))")
+    tab.wait("document.querySelectorAll('img.over').length === 2 && !busy")
+
+
 def at_top(tab: Page) -> None:
     tab.wait(READY)
     tab.wait(DRAWN)
@@ -161,12 +208,18 @@ SHOTS: Mapping[str, tuple[Any, Shoot]] = {
     "gallery": (finished, at_gallery),
     "compare": (compared, at(".tools")),
     "demo-ui": (demo_ui, painted),
+    "label": (label, voted_twice),
 }
 """Name -> what opens the page, and what is done on it."""
 
 
+def forms_of(name: str) -> list[tuple[int, int, bool]]:
+    """The windows that a page is shown in."""
+    return [form for form in FORMS if not (form[2] and name in LIGHT_ONLY)]
+
+
 def shoot(browser: Browser, name: str, address: str | Path, act: Shoot, out: Path) -> None:
-    for width, height, dark in FORMS:
+    for width, height, dark in forms_of(name):
         tab = browser.page(width, height, dark=dark)
         tab.open(address)
         act(tab)

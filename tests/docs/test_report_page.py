@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 from PIL import Image
-from tools.screenshots import FORMS, SHOTS, name_of
+from tools.screenshots import SHOTS, forms_of, name_of
 
 from retouch.config import load_run
 from retouch.observe.comparison import groups_of
@@ -38,9 +38,9 @@ def test_the_loop_makes_three_lines_of_three_seeds(tmp_path: Path) -> None:
 
 def test_every_state_is_shown_in_every_form() -> None:
     """At the width of its window, and small enough for a page."""
-    page = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("report.md", "tutorial.md"))
+    page = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("report.md", "tutorial.md", "taste.md"))
     for name in SHOTS:
-        for width, _, dark in FORMS:
+        for width, _, dark in forms_of(name):
             file = DOCS / "images" / name_of(name, width, dark)
             assert f"images/{file.name}" in page, file.name
             with Image.open(file) as image:

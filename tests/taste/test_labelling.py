@@ -6,6 +6,7 @@ import http.client
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from retouch.config import load_run
+from retouch.config.check import require_trainable
 from retouch.errors import ConfigError, DataError
 from retouch.taste.labelling import LabelServer, open_labelling, open_server, what_next
 from retouch.taste.votes import VotedImage, read_votes
@@ -162,7 +165,25 @@ def test_the_commands_at_the_end_are_those_for_the_votes(samples: Path, tmp_path
         _, state = sent(server, "state?voter=ann")
         sent(server, "answer", {"voter": "ann", "question": state["question"], "answer": "good"})
         told = what_next(server.labelling)
-        assert told[1] == f"retouch reward fit '{votes}'" and "algorithm.name=kto" in told[-1] and len(told) == 3
+        assert told[1] == f"retouch reward fit '{votes}' --config RUN.yaml" and len(told) == 3
+    with serving(samples, tmp_path / "pairs.jsonl") as server:
+        _, state = sent(server, "state?voter=ann")
+        sent(server, "answer", {"voter": "ann", "question": state["question"], "answer": "left"})
+        told += what_next(server.labelling)
+    commands = [shlex.split(line) for line in told if line.startswith("retouch train")]
+    assert [next(word for word in words if "name=" in word)[15:] for words in commands] == ["kto", "dpo", "kto"]
+    file = "configs/tiny/flux_fill_nft.yaml"
+    for _, _, _, *overrides in commands:
+        run = load_run(file, [*overrides, "algorithm.sft_steps=0", "data.resolution=[32, 64]"])
+        require_trainable(run)
+        assert run.data.format == "votes"
+    votes_as = {"dpo": ("labels", "pairs"), "kto": ("pairs", "labels")}
+    for name, (now, other) in votes_as.items():
+        pairs = ["algorithm.pairs=offline"] * (name == "dpo")
+        with pytest.raises(ConfigError, match=f"data.votes_as: given '{now}'.*set data.votes_as={other}"):
+            load_run(
+                file, [f"algorithm.name={name}", *pairs, "data={format: votes, path: v.jsonl}", f"data.votes_as={now}"]
+            )
 
 
 def press(page: Page, key: str) -> None:

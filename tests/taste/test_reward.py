@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,24 @@ def item(value: float, mask: bool = True) -> RewardItem:
 def test_the_taste_of_the_voter_is_what_the_reward_scores(taste: Path) -> None:
     values = [one.value for one in scorer(taste).score([item(w) for w in (-50, 0, 50)]) if isinstance(one, Score)]
     assert values == sorted(values) and len(values) == 3 and values[0] < 0.3 < 0.7 < values[2]
+
+
+def test_a_cautious_reward_is_low_where_nobody_voted(taste: Path, votes: Path) -> None:
+    """Voted images have one colour and a faint mark in the mask; half of the other ones' mask is black."""
+    voted = [vote.left for vote in read_votes(votes)[:20]]
+    masks = [np.asarray(Image.open(image.mask or "")) for image in voted]
+    known = [RewardItem("", "", np.array(Image.open(i.image)), mask=m) for i, m in zip(voted, masks, strict=True)]
+    strange = [replace(one, image=one.image.copy()) for one in known]
+    for one in strange:
+        one.image[8:16, 10:20] = 0
+
+    def values(cautious: bool, items: list[RewardItem]) -> list[float]:
+        found = scorer(taste, cautious=cautious).score(items)
+        return [one.value for one in found if isinstance(one, Score)]
+
+    plain, cautious = values(False, known), values(True, known)
+    assert sum(a == b for a, b in zip(plain, cautious, strict=True)) >= 16  # of 19 expected
+    assert max(values(True, strange)) < 1e-3 < max(values(False, strange))
 
 
 def test_values_have_the_gradient_of_the_scores(taste: Path) -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 from retouch.taste.choosing import Ballot, Chooser
 from retouch.taste.extractor import STATISTICS, Extractor
 from retouch.taste.fitting import Features
-from retouch.taste.head import TasteFile, write_taste
+from retouch.taste.head import TasteFile, Votable, write_taste
 from retouch.taste.images import voted_image
 from retouch.taste.likelihood import Answer
 from retouch.taste.votes import Vote, VotedImage, VoteFile
@@ -53,8 +53,8 @@ def vote(chooser: Chooser, file: VoteFile, taste: Taste, count: int, noise: floa
 def random_head(folder: Path) -> Path:
     """A file of `retouch reward fit` with random weights, for the encoder of the package."""
     weights = np.random.default_rng(0).normal(size=2 * 64 + STATISTICS) / 25
-    path = folder / "taste.safetensors"
-    write_taste(path, TasteFile(weights, 0.1, "tiny", Extractor("tiny").revision, 0.05, [], None, {"votes": 0}))
+    path, near = folder / "taste.safetensors", Votable(np.zeros(STATISTICS), np.eye(STATISTICS), 1.0)
+    write_taste(path, TasteFile(weights, 0.1, "tiny", Extractor("tiny").revision, 0.05, near, [], None, {"votes": 0}))
     return path
 
 

@@ -367,7 +367,13 @@ class RlConfig(Objective):
             takes: what of a manifest it trains on, as the end of a sentence.
             remedy: another remedy than the format.
         """
-        if run.data.format != "manifest":
+        given = run.data.given_images()
+        if given and not self.given_images <= given:  # of votes
+            now, other = ("pairs", "labels") if "target" in self.given_images else ("labels", "pairs")
+            raise ValueError(
+                f"data.votes_as: given {now!r}, but {self.takes_given} trains on {other}; set data.votes_as={other}"
+            )
+        if not given:
             raise ValueError(
                 f"data.format: given {run.data.format!r}, but {self.takes_given} {takes}; set data.format=manifest"
                 f"{remedy}"

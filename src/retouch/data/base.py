@@ -190,6 +190,10 @@ class DataSection(Section):
         """The text, JSON or CSV file that names the items, which `retouch data split` divides; None: there is none."""
         return None
 
+    def given_images(self) -> frozenset[str]:
+        """Images beside the source that an algorithm without rollouts can train on: target, or win and lose."""
+        return frozenset()
+
     def divisible(self) -> list[tuple[Mapping[str, Any], ItemFiles]] | None:
         """The entries of a JSONL `listing` that are no items, each with the images and texts that must not be in both
         lists of a split; None: each entry is an item."""

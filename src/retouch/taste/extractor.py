@@ -30,7 +30,7 @@ STATISTICS = 14
 """Number of the statistics: 7 of all pixels, 7 of those in the mask."""
 
 _CHANNELS = ((1 / 3, 1 / 3, 1 / 3), (1.0, 0.0, -1.0), (-0.5, 1.0, -0.5))
-"""Of red, green, blue: lightness, red against blue, green against both."""
+"""Lightness, red against blue, and green against both, from red, green and blue."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from retouch.errors import ConfigError
 from retouch.observe.statistics import bootstrap_intervals
+from retouch.taste.head import Votable
 from retouch.taste.likelihood import PAIR_ANSWERS, Choices, Fit, Floats, choices, fit
 from retouch.taste.votes import MIRRORED, Vote
 
@@ -166,7 +167,7 @@ def fit_head(features: Features, votes: Sequence[Vote]) -> FittedTaste:
     fitted = fit(found, penalty)
     scores, zero, unit = features.components @ fitted.weights, fitted.bad, 1.0
     if not found.offered[:, 3].any():
-        # pairs alone give no zero and say nothing between examples: the voted images are its middle, and examples whose
+        # pairs alone give no zero and compare no examples: the voted images are its middle, and examples whose
         # scores lie far apart must not all have the value 0 or 1, which has no gradient
         zero, unit = float(scores.mean()), max(1.0, float(scores.std()))
     weights = features.scale * (features.directions @ fitted.weights) / unit
@@ -188,6 +189,18 @@ def _noise(fitted: Fit, features: Features, votes: Sequence[Vote], scores: Float
     variance = np.einsum("np,pq,nq->n", differences, fitted.covariance[:-2, :-2], differences)
     values = 1 / (1 + np.exp(-scores))
     return float(np.median(np.sqrt(variance / 2))) * float((values * (1 - values)).mean())
+
+
+def votable(statistics: Floats) -> Votable:
+    """The images that are like those with these statistics [I, S]: within the Mahalanobis distance of 95 % of them. The
+    covariance of few images is too narrow, and is shrunk towards its diagonal."""
+    count, width = statistics.shape
+    center, covariance = statistics.mean(axis=0), np.cov(statistics.T)
+    diagonal = np.diag(np.diag(covariance) + 1e-5)
+    shrunk = (count * covariance + width * diagonal) / (count + width) + 1e-2 * diagonal
+    whitening = np.linalg.cholesky(np.linalg.inv(shrunk))
+    distances = np.linalg.norm((statistics - center) @ whitening, axis=1)
+    return Votable(center, whitening, float(np.quantile(distances, 0.95)))
 
 
 def folds_of(votes: Sequence[Vote]) -> NDArray[np.intp]:

@@ -15,6 +15,21 @@ from retouch.errors import ConfigError, first_line
 from retouch.taste.likelihood import Floats
 
 _FORMAT = "retouch.taste 2"
+_TENSORS = ("weights", "center", "whitening")
+
+
+@dataclass(frozen=True)
+class Votable:
+    """Images like those that were voted on: their statistics x have |(x - center) @ whitening| <= reach, nearly all.
+
+    Attributes:
+        center: [S].
+        whitening: [S, S].
+    """
+
+    center: Floats
+    whitening: Floats
+    reach: float
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,7 @@ class TasteFile:
     extractor: str
     extractor_revision: str
     noise: float
+    votable: Votable
     sizes: Sequence[tuple[int, int]]
     fit: str | None
     about: Mapping[str, Any]
@@ -52,10 +68,12 @@ def write_taste(path: Path, taste: TasteFile) -> None:
         "extractor_revision": taste.extractor_revision,
         "threshold": repr(taste.threshold),
         "noise": repr(taste.noise),
+        "reach": repr(taste.votable.reach),
         "seen": json.dumps([taste.sizes, taste.fit]),
         "about": json.dumps(taste.about, ensure_ascii=False),
     }
-    path.write_bytes(save({"weights": taste.weights.astype(np.float32)}, metadata))
+    tensors = {"weights": taste.weights, "center": taste.votable.center, "whitening": taste.votable.whitening}
+    path.write_bytes(save({name: tensor.astype(np.float32) for name, tensor in tensors.items()}, metadata))
 
 
 def read_taste(path: Path, option: str = "path") -> TasteFile:
@@ -64,11 +82,13 @@ def read_taste(path: Path, option: str = "path") -> TasteFile:
 
     try:
         with safe_open(path, "numpy") as file:
-            told, weights = file.metadata() or {}, file.get_tensor("weights")
+            told = file.metadata() or {}
+            weights, *votable = (file.get_tensor(name).astype(np.float64) for name in _TENSORS)
         if told.get("format") != _FORMAT:
             raise ValueError(f"its format is {told.get('format')!r}; expected {_FORMAT!r}")
-        numbers = float(told["threshold"]), float(told["noise"])
-        if weights.ndim != 1 or not np.isfinite([*weights, *numbers]).all():
+        threshold, noise, reach = (float(told[name]) for name in ("threshold", "noise", "reach"))
+        numbers = np.concatenate([weights, *map(np.ravel, votable), [threshold, noise, reach]])
+        if weights.ndim != 1 or not np.isfinite(numbers).all():
             raise ValueError("it contains NaN or Inf")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
         about, (sizes, window) = json.loads(told["about"]), json.loads(told["seen"])
@@ -77,11 +97,12 @@ def read_taste(path: Path, option: str = "path") -> TasteFile:
             f"{option}: given {str(path)!r}, no file of `retouch reward fit` ({first_line(error)})"
         ) from None
     return TasteFile(
-        weights.astype(np.float64),
-        numbers[0],
+        weights,
+        threshold,
         told["extractor"],
         told["extractor_revision"],
-        numbers[1],
+        noise,
+        Votable(votable[0], votable[1], reach),
         [(height, width) for height, width in sizes],
         window,
         about,

@@ -157,8 +157,8 @@ def what_next(labelling: Labelling) -> list[str]:
     path, votes = labelling.votes.path, labelling.votes.all()
     if not votes:
         return [f"{path}: no votes"]
-    data = f"data.path={shlex.quote(str(path))}"
-    told = [f"{path}: {len(votes)} votes", f"retouch reward fit {shlex.quote(str(path))}"]
+    data = f"data.format=votes data.path={shlex.quote(str(path))}"
+    told = [f"{path}: {len(votes)} votes", f"retouch reward fit {shlex.quote(str(path))} --config RUN.yaml"]
     if any(vote.answer in ("left", "right") for vote in votes):
         told.append(f"retouch train RUN.yaml algorithm.name=dpo algorithm.pairs=offline {data}")
     return [*told, f"retouch train RUN.yaml algorithm.name=kto data.votes_as=labels {data}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -18,13 +18,12 @@ from retouch.data.dataset import read_item
 from retouch.data.formats.votes import VotesData
 from retouch.data.sampler import derive_seed
 from retouch.errors import ConfigError, DataError
-from retouch.imaging.fitting import Fit
 from retouch.imaging.reading import image_size
 from retouch.rewards.scorers.weights import file_digest
 from retouch.taste.extractor import STATISTICS, Extractor
-from retouch.taste.fitting import Features, Quality, fit_head, folds_of, measure
+from retouch.taste.fitting import Features, Quality, fit_head, folds_of, measure, votable
 from retouch.taste.head import TasteFile, write_taste
-from retouch.taste.votes import REPLACED, Vote, VotedImage, read_votes, replaced
+from retouch.taste.votes import REPLACED, VotedImage, read_votes, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -59,24 +58,19 @@ def fit_reward(
         chosen = [vote for vote in chosen if half_of(vote.left.example) == half]
     folds_of(chosen)  # before the images are encoded
     encoder = Extractor(extractor, device)
-    shown = None if run is None else _section(votes, run.data.resolution, run.data.image_options.fit)
+    shown = None
+    if run is not None:
+        shown = VotesData(path=str(votes), resolution=run.data.resolution, fit=run.data.image_options.fit)
     features, sizes = features_of((image for vote in chosen for image in vote.images), encoder, shown)
     quality = measure(features, chosen)
     if not quality.is_above_chance:
         raise ConfigError(_refusal(quality, len(chosen)))
     head = fit_head(features, chosen)
     about = {"votes": len(chosen), "voters": sorted({vote.voter for vote in chosen}), "half": half}
+    near = votable(features.values[:, -STATISTICS:])
     about |= {"votes_file": f"{votes.name} {file_digest(votes)}", **asdict(quality)}
-    taste = TasteFile(
-        head.weights,
-        head.threshold,
-        encoder.name,
-        encoder.revision,
-        head.noise,
-        sorted(sizes),
-        shown and shown.fit,
-        about,
-    )
+    encoded = encoder.name, encoder.revision, head.noise, near, sorted(sizes), shown and shown.fit
+    taste = TasteFile(head.weights, head.threshold, *encoded, about)
     write_taste(out, taste)
     return taste, quality
 
@@ -104,7 +98,8 @@ def features_of(
         raise DataError(f"{image.image}: {REPLACED}")
     rows, sizes = list[Any](), set[Shape]()
     for image in unique.values():
-        own = section or _section(image.image, image_size(image.image)[::-1])
+        width, height = image_size(image.image)
+        own = section or VotesData(path=str(image.image), resolution=(height, width))
         item = ItemFiles(0, image.prompt, None, image.mask, target_path=image.image, target="file", mask_is_made=True)
         example, _ = read_item(item, own)
         mask = None if example.mask is None else np.asarray(example.mask)
@@ -116,10 +111,6 @@ def features_of(
     return Features(keys, np.stack(rows).astype(np.float64), STATISTICS), sizes
 
 
-def _section(path: Path, resolution: Shape | Any, fit: Fit = "crop") -> VotesData:
-    return VotesData(path=str(path), resolution=resolution, fit=fit)
-
-
 def _refusal(quality: Quality, votes: int) -> str:
     found = quality.accuracy or quality.ranking
     least = "" if found is None else f": held-out accuracy {found}, which contains .5"
@@ -129,10 +120,9 @@ def _refusal(quality: Quality, votes: int) -> str:
     return f"{votes} votes, and no score is above chance at 95 %{least}; {advice}, or give another --extractor"
 
 
-def lines_of(quality: Quality, votes: Sequence[Vote] | int) -> list[str]:
+def lines_of(quality: Quality, votes: int) -> list[str]:
     """Quality of a fit, line by line."""
-    count = votes if isinstance(votes, int) else len(votes)
-    told = [f"{count} votes"]
+    told = [f"{votes} votes"]
     for name, value in (
         ("held-out accuracy", quality.accuracy),
         ("held-out ranking of good above bad", quality.ranking),

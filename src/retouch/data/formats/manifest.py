@@ -75,6 +75,9 @@ class ManifestData(ImageSection):
     def listing(self) -> Path | None:
         return _manifest_file(local_path(self.path))
 
+    def given_images(self) -> frozenset[str]:
+        return frozenset({"target", "win", "lose"})
+
     def list_items(self) -> list[ItemFiles | ItemError]:
         path = self.listing()
         if path is None:

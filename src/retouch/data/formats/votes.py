@@ -34,6 +34,9 @@ class VotesData(ImageSection):
     def listing(self) -> Path | None:
         return local_path(self.path)
 
+    def given_images(self) -> frozenset[str]:
+        return frozenset({"win", "lose"} if self.votes_as == "pairs" else {"target"})
+
     def divisible(self) -> list[tuple[Mapping[str, Any], ItemFiles]]:
         """The votes that were not taken back; those on one example, or on one source, stay together."""
         path = local_path(self.path)
@@ -41,21 +44,14 @@ class VotesData(ImageSection):
         first: dict[str, VotedImage] = {}
         for vote in votes:
             first.setdefault(vote.left.example, vote.left)
-        return [
-            (
-                line_of(vote, path.parent),
-                ItemFiles(
-                    number,
-                    vote.left.prompt,
-                    vote.left.source,
-                    target_path=first[vote.left.example].image,
-                    win_path=vote.left.image,
-                    lose_path=None if vote.right is None else vote.right.image,
-                    metadata={} if vote.left.text is None else {"text": vote.left.text},
-                ),
+        items = (
+            ItemFiles(
+                number, vote.left.prompt, vote.left.source, target_path=first[vote.left.example].image,
+                metadata={} if vote.left.text is None else {"text": vote.left.text},
             )
             for number, vote in enumerate(votes)
-        ]
+        )  # fmt: skip
+        return [(line_of(vote, path.parent), item) for vote, item in zip(votes, items, strict=True)]
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         path = local_path(self.path)

@@ -30,6 +30,9 @@ class TasteReward(RewardEntry):
     """File of `retouch reward fit`; it names its image encoder."""
     extractor: Text | None = None
     """Hub id or folder with the same weights, if the encoder is elsewhere than it was for the fit."""
+    cautious: bool = False
+    """Lower the values of images that are unlike those that were voted on, in colour, contrast and share of ink: no
+    vote is on such images. For `role: gold`, which then falls when a run leaves these images."""
 
     def check_trainable(self, run: RunConfig, key: str = "") -> None:
         super().check_trainable(run, key)
@@ -57,7 +60,8 @@ class TasteReward(RewardEntry):
 
 
 class TasteScorer(PixelScorer[TasteReward]):
-    """sigmoid(<weights, features> - threshold)."""
+    """sigmoid(<weights, features> - threshold); cautious: + the logarithm of how much rarer such an image is among the
+    voted ones than one at their reach (`Votable`), by a normal distribution."""
 
     def load(self, device: str) -> None:
         """Load the head and its encoder.
@@ -80,8 +84,12 @@ class TasteScorer(PixelScorer[TasteReward]):
                 f"weights {fitted}; those of {self._extract.name} are {found}; set extractor to the same weights, or "
                 "fit again"
             )
-        self._weights = torch.tensor(taste.weights, dtype=torch.float32, device=device)
-        self._threshold = taste.threshold
+        near = taste.votable
+        self._weights, self._center, self._whitening = (
+            torch.tensor(values, dtype=torch.float32, device=device)
+            for values in (taste.weights, near.center, near.whitening)
+        )
+        self._threshold, self._reach = taste.threshold, near.reach
         self.set_revision(f"{taste.digest} {fitted}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
@@ -94,4 +102,8 @@ class TasteScorer(PixelScorer[TasteReward]):
 
     def _value(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
         features = self._extract(image, item.mask)
-        return ((features * self._weights).sum() - self._threshold).sigmoid()
+        logit = (features * self._weights).sum() - self._threshold
+        if self.options.cautious:
+            squared = ((features[-len(self._center) :] - self._center) @ self._whitening).square().sum()
+            logit = logit - (squared - self._reach**2).clamp(min=0) / 2
+        return logit.sigmoid()
