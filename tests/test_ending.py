@@ -13,7 +13,7 @@ import pytest
 
 from retouch.config import load_run
 from retouch.observe.statistics import paired_difference
-from retouch.use.ending import Gain, ending, gains
+from retouch.use.ending import Ending, Gain, ending, gains
 from tests.command_line import retouch
 
 Finished = Callable[[str], Path]
@@ -38,6 +38,12 @@ def test_a_gain_by_hand() -> None:
     assert str(Gain(0.523, 0.817, 0.294, 0.24, 0.325)) == (
         "+0.294 (95 % interval [+0.240, +0.325]), from 0.523 to 0.817"
     )
+
+
+def test_one_image_is_one_image() -> None:
+    gain = Gain(0.5, 0.75, 0.25, None, None)
+    end = Ending("runs/a", (0, 4), True, 1, {"ocr": gain}, None, ())
+    assert end.lines() == [f"gain: ocr {gain}; 1 held-out image, step 0 to 4"]
 
 
 def test_the_end_of_a_run(finished: Finished) -> None:

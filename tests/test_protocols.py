@@ -146,6 +146,11 @@ def test_facets_by_hand() -> None:
         f"{'level preschool':28}{1:12.4f}",
         f"{'level PhD':28}{0.5:12.4f}",
     ]
+    wide = "a run with a long name"
+    lines = comparison_table(
+        {**result, **{key: {wide: result[key]["base"]} for key in ("means", "facets")}}
+    ).splitlines()
+    assert {len(line) for line in lines[:4]} == {28 + len(wide) + 2}
 
 
 def test_another_folder_is_read_as_the_run_reads_its_own(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def test_a_good_folder(bench: Bench) -> None:
     outcome = retouch("data", "validate", bench.add(1, ref=picture(blue=3)).list(["1-A"]).folder, "--resolution", "32")
     assert outcome.code == 0
     line = f"{'data':16} {'item 1':24} ok: source, mask, target, reference; mask in luminance; text 'A'"
-    assert outcome.out.splitlines() == [line, "1 items can be used"]
+    assert outcome.out.splitlines() == [line, "1 item can be used"]
 
 
 def test_what_loading_would_refuse_is_found(bench: Bench) -> None:
@@ -297,7 +297,7 @@ def test_a_manifest(bench: Bench) -> None:
     assert outcome.code == 2
     assert outcome.out.splitlines() == [
         f"{'data':16} {'item 1':24} {bench.folder}/nowhere.png: no such file",
-        "1 items can be used; 1 problem",
+        "1 item can be used; 1 problem",
     ]
 
 
@@ -366,7 +366,7 @@ def test_a_manifest_alone_asks_for_nothing_it_does_not_name(bench: Bench) -> Non
     path.write_text(json.dumps([{"image_path": "test1_source.png", "prompt": "x"}]))
     outcome = retouch("data", "validate", path, "--resolution", "32x48")
     assert outcome.code == 0
-    assert outcome.out.splitlines()[1] == "1 items can be used"
+    assert outcome.out.splitlines()[1] == "1 item can be used"
 
 
 def test_an_item_without_a_mask_has_no_channel(bench: Bench) -> None:

@@ -90,7 +90,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def test_validate_tells_prompts_from_a_manifest(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a cat\n", encoding="utf-8")
     outcome = retouch("data", "validate", tmp_path / "p.txt")
-    assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "1 items can be used")
+    assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "1 item can be used")
     (tmp_path / "m.jsonl").write_text('{"prompt": "a"}\n{"image_path": "x.png", "prompt": "b"}\n', encoding="utf-8")
     assert data_at(tmp_path / "m.jsonl", (64, 64)).format == "manifest"
 

@@ -198,7 +198,7 @@ def test_the_benchmark_itself() -> None:
     if not shared or not folder.is_dir():
         pytest.skip("RETOUCH_SHARED_DATA names no folder with self_bench/")
     outcome = retouch("data", "validate", folder)
-    assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "1 items can be used")
+    assert (outcome.code, outcome.out.splitlines()[-1]) == (0, "1 item can be used")
 
 
 def test_a_list_in_place_of_the_folder(tmp_path: Path) -> None:

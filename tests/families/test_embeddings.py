@@ -146,7 +146,7 @@ def test_sampling_takes_prompts_that_are_not_stored(
     changed = for_items(config, [*items, replace(items[0], id=99, prompt="a new prompt")], config.data)
     assert changed.model.embeddings is None
     told = "loading the encoders instead of model.embeddings: "
-    assert f"{told}no entry for 1 prompts, 'a new prompt' among them" in caplog.text
+    assert f"{told}no entry for 1 prompt, 'a new prompt' among them" in caplog.text
     elsewhere = config.model.model_copy(update={"embeddings": str(tmp_path / "nowhere")})
     moved = for_items(config.model_copy(update={"model": elsewhere}), items, config.data)
     assert moved.model.embeddings is None and f"{told}{tmp_path}/nowhere holds no embeddings" in caplog.text

@@ -110,7 +110,7 @@ def test_the_negative_prompt_is_stored_with_the_embeddings(run_file: Callable[..
     expected = load_model(guided.model).encode(examples, 1.0).tensors
     precompute(plain, tmp_path)
     stored = {**GUIDED, "model__embeddings": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"lacks 1 prompts of the run, 'nsfw' among them"):
+    with pytest.raises(ConfigError, match=r"lacks 1 prompt of the run, 'nsfw' among them"):
         build(parse_run(run_file(**stored)))
     assert precompute(guided, tmp_path)["prompts"] == 1
     found = load_model(parse_run(run_file(**stored)).model).encode(examples, 1.0).tensors

@@ -17,6 +17,7 @@ from retouch.config.errors import nearest
 from retouch.config.needs import require_usable_embeddings
 from retouch.errors import ConfigError
 from retouch.files.disk import writing
+from retouch.process.plain_text import count_of
 from retouch.tiny import BUILDERS
 
 app = typer.Typer(no_args_is_help=True, help="Validate, split, precompute or synthesise data.")
@@ -63,7 +64,7 @@ def split(
 
     with writing(path):
         halves = divide(path, share, by, seed)
-    lines = [f"{written}: {count} items" for written, count in halves.items()]
+    lines = [f"{written}: {count_of(count, 'item')}" for written, count in halves.items()]
     typer.echo(json.dumps({str(written): count for written, count in halves.items()}) if as_json else "\n".join(lines))
     items, held_out = sum(halves.values()), list(halves.values())[1]
     if abs(held_out - share * items) > share * items / 2:
@@ -118,7 +119,7 @@ def synth(
         written = synthesize(
             out, count, half, seed, parse_size(size, "--size"), length, targets, exclude, caption_noise, styled, texts
         )
-    typer.echo(f"{out}: {written} items")
+    typer.echo(f"{out}: {count_of(written, 'item')}")
 
 
 @app.command()

@@ -22,7 +22,7 @@ from retouch.config.published import write_example
 from retouch.config.variables import variables_in
 from retouch.errors import ConfigError, Stopped
 from retouch.files.disk import writing
-from retouch.process.plain_text import printable
+from retouch.process.plain_text import count_of, printable
 
 if TYPE_CHECKING:
     from retouch.config.cost import Cost
@@ -159,7 +159,7 @@ def _summary(config: RunConfig, derived: Mapping[str, float], price: Cost) -> It
     steps = f"{config.training.max_steps:,}"
     steps += f", the first {derived['warmup_steps']:,} supervised" if derived.get("warmup_steps") else ""
     if derived.get("epochs"):
-        steps += f"; {derived['epochs']:,} epochs of {derived['optimizer_steps_per_epoch']:,}"
+        steps += f"; {count_of(int(derived['epochs']), 'epoch')} of {derived['optimizer_steps_per_epoch']:,}"
     yield "steps", steps
     if (held := _released_bytes(config, price.world_size)) is not None:
         yield "memory", f"{held} a process, and activations; --memory lists it"

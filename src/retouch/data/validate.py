@@ -15,7 +15,7 @@ from retouch.data.dataset import CheckPrompts, examine, listed_in, repeated_ids
 from retouch.data.discover import data_at
 from retouch.data.texts import reading_rewards, scored_sections, text_warnings
 from retouch.imaging.lines import shown_text
-from retouch.process.plain_text import printable
+from retouch.process.plain_text import count_of, printable
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.quotes import quoted_texts
 
@@ -169,4 +169,4 @@ def validation_table(findings: list[Finding]) -> str:
     lines += [f"... and {len(warned) - _SHOWN} more warnings"] if len(warned) > _SHOWN else []
     verdict = f"; {len(bad)} problem{'s' if len(bad) > 1 else ''}" if bad else ""
     verdict += f"; {len(doubtful)} of the masks to check" if doubtful else ""
-    return printable("\n".join([*lines, f"{len(good)} items can be used{verdict}"]))
+    return printable("\n".join([*lines, f"{count_of(len(good), 'item')} can be used{verdict}"]))

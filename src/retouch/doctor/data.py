@@ -16,6 +16,7 @@ from retouch.data.formats import Data
 from retouch.data.texts import has_text, reading_rewards, require_texts, scored_sections, unknown_characters
 from retouch.doctor.line import Line
 from retouch.errors import InputError
+from retouch.process.plain_text import count_of
 
 if TYPE_CHECKING:
     from retouch.observe import RunDir
@@ -85,7 +86,7 @@ def _readable(name: str, section: Data, data: Dataset) -> Line:
     if data.doubts:
         found.append(f"; {doubts_of(data.doubts, len(data), name)}")
     says = "".join(found) or ", all checked, now or since their files last changed"
-    return Line("warning" if found else "ok", name, f"{section.path}: {len(data)} items{says}")
+    return Line("warning" if found else "ok", name, f"{section.path}: {count_of(len(data), 'item')}{says}")
 
 
 def _texts(run: RunConfig, name: str, data: Dataset) -> Iterator[Line]:

@@ -34,6 +34,7 @@ from retouch.families.offload import OffloadedNetworks
 from retouch.files import plain_json
 from retouch.files.disk import read_bounded, write_whole
 from retouch.files.hub import is_hub_id
+from retouch.process.plain_text import count_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -228,8 +229,8 @@ def require_prompts(model: Model, prompts: Iterable[str]) -> None:
     cache = open_cache(model)
     if cache is not None and (lacking := prompts_missing(cache, model, prompts)):
         raise ConfigError(
-            f"model.embeddings: {cache.folder} lacks {len(lacking)} prompts of the run, {lacking[0]!r} among them; run "
-            "`retouch data precompute` again: the data changed since"
+            f"model.embeddings: {cache.folder} lacks {count_of(len(lacking), 'prompt')} of the run, {lacking[0]!r} "
+            "among them; run `retouch data precompute` again: the data changed since"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from retouch.observe.report import Record, rows_of
 from retouch.observe.settings import alike, by_dotted_key, differing, sampling_differences, scoring_differences
+from retouch.process.plain_text import count_of
 from retouch.rewards.judge import with_judge
 
 _HOW_READ = (
@@ -120,7 +121,7 @@ def reward_conflicts(runs: Sequence[RunRecord]) -> list[str]:
 
 def last_evaluation(run: RunRecord) -> Column:
     last = run.evaluations[-1]
-    title = f"{run.name} (step {last['step']}, {last['images']} images)"
+    title = f"{run.name} (step {last['step']}, {count_of(last['images'], 'image')})"
     return Column(title, last, rows_of(run.path, last))
 
 

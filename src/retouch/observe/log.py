@@ -16,7 +16,7 @@ from retouch.config.cost import DEFAULT_GPU, cost, cost_lines, known_peak
 from retouch.files.disk import append_to
 from retouch.observe.measuring import Measurement
 from retouch.process.machine import nvidia_smi
-from retouch.process.plain_text import PrintableFormatter
+from retouch.process.plain_text import PrintableFormatter, count_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def header(config: RunConfig, derived: Derived | VlmDerived, parameters: int, re
     """
     begin = f"resumed from {resumed_from}" if resumed_from else "new run"
     what = "the text encoder" if isinstance(derived, VlmDerived) else config.model.train.kind
-    processes = _count(derived.world_size, "process", "processes")
+    processes = count_of(derived.world_size, "process", "processes")
     return (
         f"{config.name}: {begin}, {config.algorithm.name} trains {parameters:,} parameters ({what}) of "
         f"{config.model.family} on {processes}. {_steps(config, derived)}"
@@ -49,23 +49,21 @@ def header(config: RunConfig, derived: Derived | VlmDerived, parameters: int, re
 
 
 def _steps(config: RunConfig, derived: Derived | VlmDerived) -> str:
-    steps = _count(config.training.max_steps, "optimizer step")
+    steps = count_of(config.training.max_steps, "optimizer step")
     if isinstance(derived, VlmDerived):
         prompts, completions = derived.global_prompts_per_generation, derived.global_completions_per_generation
-        used = _count(derived.optimizer_steps_per_generation, "optimizer step")
-        return f"It takes {steps}; {completions} completions of {_count(prompts, 'prompt')} are trained on for {used}."
+        used = count_of(derived.optimizer_steps_per_generation, "optimizer step")
+        return (
+            f"It takes {steps}; {completions} completions of {count_of(prompts, 'prompt')} are trained on for {used}."
+        )
     if not derived.global_images_per_epoch:
         rows = "pair" if "win" in config.algorithm.given_images else "image"
-        return f"It takes {steps} of {_count(derived.global_rows_per_step, rows)} each."
+        return f"It takes {steps} of {count_of(derived.global_rows_per_step, rows)} each."
     supervised = config.algorithm.supervised_steps(config)
     warmup = f", the first {supervised} supervised" if supervised else ""
-    images, examples = derived.global_images_per_epoch, _count(derived.global_groups_per_epoch, "example")
-    used = _count(derived.optimizer_steps_per_epoch, "optimizer step")
+    images, examples = derived.global_images_per_epoch, count_of(derived.global_groups_per_epoch, "example")
+    used = count_of(derived.optimizer_steps_per_epoch, "optimizer step")
     return f"It takes {steps}{warmup}; an RL epoch samples {images} images of {examples} and trains on them for {used}."
-
-
-def _count(number: int, one: str, several: str | None = None) -> str:
-    return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
 class StepLog:

@@ -37,6 +37,7 @@ from retouch.observe.statistics import MIN_EXAMPLES, paired_difference
 from retouch.observe.status import status_of
 from retouch.observe.timing import PARTS
 from retouch.observe.transfer import Transfer, shown_interval, transfers
+from retouch.process.plain_text import count_of
 
 Record = dict[str, Any]
 
@@ -168,10 +169,8 @@ def _verdict(points: dict[str, Record], rows: dict[str, list[Record]], rewards: 
     before, last = points[before_name], points[last_name]
     word, parts = judgement(before, last, rows[before_name], rows[last_name], rewards)
     which = "held-out" if last["examples"] == "held_out" else "training"
-    text = (
-        f"from {before_name} (step {before['step']}) to step {last['step']}, on {last['images']} {which} images: "
-        f"{'; '.join(parts)}."
-    )
+    images = count_of(last["images"], f"{which} image")
+    text = f"from {before_name} (step {before['step']}) to step {last['step']}, on {images}: {'; '.join(parts)}."
     return verdict(Verdict(f"{word[:1].upper()}{word[1:]}:", text, _TONES.get(word, "")))
 
 

@@ -22,6 +22,11 @@ class PrintableFormatter(logging.Formatter):
         return printable(super().format(record))
 
 
+def count_of(number: int, one: str, several: str | None = None) -> str:
+    """A number of things in words: "1 image", "1,200 images"; `several` for another plural than that with s."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
 def some_of(parts: Sequence[str], most: int = 8) -> str:
     """The first few parts for a message, with spaces between."""
     return " ".join([*parts[:most], *(["…"] if len(parts) > most else [])])

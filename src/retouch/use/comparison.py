@@ -27,6 +27,7 @@ from retouch.observe.log import repeated_names
 from retouch.observe.report import change_of
 from retouch.observe.settings import sampling_differences, scoring_differences
 from retouch.observe.transfer import Transfer, transfers
+from retouch.process.plain_text import count_of
 from retouch.rewards.base import Reward, RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.devices import own_device
@@ -343,14 +344,14 @@ def comparison_table(result: dict[str, Any]) -> str:
             told = f"{gain[0]:+.4f} [{gain[1]:+.4f}, {gain[2]:+.4f}]" if gain else ""
             row += f"   {told:{wide[label] - 3}}"
         lines.append(row)
-    lines += [*_facet_lines(result), *win_rate_lines(result.get("win_rates", {}))]
+    lines += [*_facet_lines(result, width), *win_rate_lines(result.get("win_rates", {}))]
     lines += [f"{label}: {text}" for label, texts in result.get("transfer", {}).items() for text in texts]
-    counted = f"{result['images']} images of {result['examples']} example{'s' if result['examples'] > 1 else ''}"
+    counted = f"{count_of(result['images'], 'image')} of {count_of(result['examples'], 'example')}"
     return "\n".join([*(line.rstrip() for line in lines), f"{counted}, plain ODE, fixed seeds"])
 
 
-def _facet_lines(result: dict[str, Any]) -> list[str]:
-    """One line for each value of a facet and each reward, weights as columns."""
+def _facet_lines(result: dict[str, Any], width: int) -> list[str]:
+    """One line for each value of a facet and each reward, weights as columns of a width."""
     facets: dict[str, Any] = result.get("facets", {})
     rewards = [name for name in next(iter(result["means"].values())) if name in result.get("rewards", [])]
     lines: list[str] = []
@@ -359,5 +360,7 @@ def _facet_lines(result: dict[str, Any]) -> list[str]:
             for reward in rewards:
                 found = [told[facet][value].get(reward) for told in facets.values()]
                 label = f"{facet} {value}" + (f" {reward}" if len(rewards) > 1 else "")
-                lines.append(f"{label:28}" + "".join(f"{'–':>12}" if v is None else f"{v:12.4f}" for v in found))
+                lines.append(
+                    f"{label:28}" + "".join(f"{'–':>{width}}" if v is None else f"{v:{width}.4f}" for v in found)
+                )
     return lines

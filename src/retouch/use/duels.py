@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from retouch.observe.statistics import paired_difference
+from retouch.process.plain_text import count_of
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.pairing import PairEntry, PairScorer, Preference, order_statistics
@@ -113,7 +114,8 @@ def win_rate_lines(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list
         for name, told in judges.items():
             rate, low, high = told["win_rate"]
             lines.append(
-                f"{name}: {label} in {rate:.1%} [{low:.1%}, {high:.1%}] of {told['pairs']} pairs, both orders; "
-                f"{told['order_dependent']:.0%} depend on the order (first position {told['position_bias']:+.2f})"
+                f"{name}: {label} in {rate:.1%} [{low:.1%}, {high:.1%}] of {count_of(told['pairs'], 'pair')}, both "
+                f"orders; {told['order_dependent']:.0%} depend on the order (first position "
+                f"{told['position_bias']:+.2f})"
             )
     return lines

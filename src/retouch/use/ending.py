@@ -17,6 +17,7 @@ from retouch.observe.report import rows_of
 from retouch.observe.run_dir import read_metrics
 from retouch.observe.settings import alike
 from retouch.observe.statistics import mean_of_each, paired_difference
+from retouch.process.plain_text import count_of
 
 Record = Mapping[str, Any]
 
@@ -69,7 +70,7 @@ class Ending:
         kind = "held-out" if self.held_out else "training"
         lines = [f"gain: {m} {gain}{' (less is better)' * (m == DRIFT)}" for m, gain in self.gains.items()]
         if lines:
-            lines[-1] += f"; {self.images} {kind} images, step {self.steps[0]} to {self.steps[1]}"
+            lines[-1] += f"; {count_of(self.images, f'{kind} image')}, step {self.steps[0]} to {self.steps[1]}"
         if self.report is not None:
             lines.append(f"report: {self.report}")
         return [*lines, *(f"next: {command}" for command in self.next_commands)]

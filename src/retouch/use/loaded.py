@@ -22,6 +22,7 @@ from retouch.errors import CheckpointError, ConfigError, first_line
 from retouch.families.base import Model
 from retouch.families.embeddings import EmbeddingCache, open_cache, prompts_missing
 from retouch.families.loading import load_model
+from retouch.process.plain_text import count_of
 from retouch.types import DiffusionModel
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ def for_items(config: RunConfig, items: Iterable[ItemFiles], section: DataSectio
 def _missing(cache: EmbeddingCache, model: Model, items: Collection[ItemFiles], section: DataSection) -> str | None:
     """The missing entries, in words; None if there are none."""
     if prompts := prompts_missing(cache, model, dict.fromkeys(item.prompt for item in items)):
-        return f"no entry for {len(prompts)} prompts, {prompts[0]!r} among them"
+        return f"no entry for {count_of(len(prompts), 'prompt')}, {prompts[0]!r} among them"
     for item in items if model.reference_encoder else ():
         reference = read_item(item, section)[0].reference  # it may be a part of an image
         if reference is not None and not cache.has_reference(reference):
