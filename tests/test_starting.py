@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from itertools import product
 from pathlib import Path
@@ -162,6 +163,16 @@ def test_every_family_gets_a_run_file(photos: Path, tmp_path: Path, family: str)
     run = load_run(tmp_path / "of_prompts.yaml")
     assert (run.data.format, run.data.path, [*run.rewards]) == ("prompts", str(prompts), ["ocr"])
     assert "fit:" not in (tmp_path / "of_prompts.yaml").read_text(encoding="utf-8")
+
+
+def test_the_next_commands_are_as_a_shell_takes_them(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a cat\na dog\n", encoding="utf-8")
+    outcome = retouch("init", prompts, "--family", "sd3", "--out", tmp_path / "my run.yaml", "--model", "tiny")
+    assert outcome.code == 0, outcome.err
+    assert load_run(tmp_path / "my run.yaml").name == "my-run_grpo"
+    command = shlex.split(outcome.out.splitlines()[-1].removeprefix("next: ").partition(";")[0])
+    assert command == ["retouch", "data", "validate", str(tmp_path / "my run.yaml")]
 
 
 def test_prompts_without_a_text_get_clip(tmp_path: Path) -> None:

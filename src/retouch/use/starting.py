@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +30,7 @@ from retouch.families.base import SHORT_NAMES, TINY_SIZE_MULTIPLE
 from retouch.files.disk import write_whole
 from retouch.imaging.fitting import Fit
 from retouch.imaging.reading import open_image
+from retouch.process.plain_text import count_of
 from retouch.registry import import_plugins_of_environment
 from retouch.rewards.quotes import quoted_text
 
@@ -127,7 +130,8 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
     lines += [f"left out: {len(found.left_out) - _SHOWN} more"] if len(found.left_out) > _SHOWN else []
     lines += [f"{file}: written" for file in (run.data, run.held_out) if found.path is None and file is not None]
     lines += [f"{out}: {algorithm} on {family}, rewards {', '.join(config.rewards)}"]
-    return [*lines, f"next: retouch data validate {out}; retouch check {out}; retouch train {out}"]
+    quoted = shlex.quote(str(out))
+    return [*lines, f"next: retouch data validate {quoted}; retouch check {quoted}; retouch train {quoted}"]
 
 
 def _mostly_texts(found: Found) -> bool:
@@ -233,7 +237,7 @@ def _run_file(run: _Run, out: Path) -> str:
             f"#   retouch check {out}             prints the derived numbers; --memory adds the memory",
             f"#   retouch train {out}",
             "# docs/configuration.md lists every key.",
-            f"name: {json.dumps(f'{out.stem}_{run.algorithm}')}",
+            f"name: {json.dumps(f'{_as_name(out.stem)}_{run.algorithm}')}",
             "seed: 0",
             "model:",
             f"  family: {family}",
@@ -267,6 +271,11 @@ def _run_file(run: _Run, out: Path) -> str:
             "",
         ]
     )
+
+
+def _as_name(stem: str) -> str:
+    """A file's stem as the start of the name of a run, which has no spaces."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-_") or "run"
 
 
 def _step_size(run: _Run) -> int:
@@ -368,5 +377,4 @@ def _rewards(run: _Run) -> list[str]:
 
 
 def _count(found: Found) -> str:
-    number = len(found.items)
-    return f"{number} example{'' if number == 1 else 's'} ({found.layout})"
+    return f"{count_of(len(found.items), 'example')} ({found.layout})"
