@@ -159,7 +159,7 @@ def _summary(config: RunConfig, derived: Mapping[str, float], price: Cost) -> It
     steps = f"{config.training.max_steps:,}"
     steps += f", the first {derived['warmup_steps']:,} supervised" if derived.get("warmup_steps") else ""
     if derived.get("epochs"):
-        steps += f"; {count_of(derived['epochs'], 'epoch')} of {derived['optimizer_steps_per_epoch']:,}"
+        steps += f"; {count_of(int(derived['epochs']), 'epoch')} of {derived['optimizer_steps_per_epoch']:,}"
     yield "steps", steps
     if (held := _released_bytes(config, price.world_size)) is not None:
         yield "memory", f"{held} a process, and activations; --memory lists it"
