@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 from concurrent.futures import Future
+from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 import torch
+import transformers
 from tools import house
 
 from retouch.types import Outcome, Place, Score, Scores
@@ -84,3 +86,14 @@ def test_a_function_of_many_branches_without_a_comment_is_a_knot(tmp_path: Path)
         f"def tied(rows):{tests}\n\n\ndef told(rows):  # a reason{tests}\n\n\ndef few(rows):\n    pass\n"
     )
     assert house.knots(tmp_path, house.parsed(tmp_path)) == {"a.py:1:tied": 10}
+
+
+def test_types_find_the_names_of_transformers_where_they_are() -> None:
+    """`typings` stands in front of the package for `make types`."""
+    stub = Path(__file__).parents[1] / "typings" / "transformers" / "__init__.pyi"
+    _, *imports = ast.parse(stub.read_text(encoding="utf-8")).body
+    for one in imports:
+        assert isinstance(one, ast.ImportFrom) and one.module is not None
+        for alias in one.names:
+            assert alias.name == alias.asname
+            assert getattr(import_module(one.module), alias.name) is getattr(transformers, alias.name)
