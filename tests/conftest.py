@@ -1,6 +1,7 @@
 """Small runs on the committed tiny base, for every folder: seconds each, no OCR unless a test is about it.
 
-One torch thread per test process: the networks are tiny, and workers share the cores.
+One torch thread per test process: the networks are tiny, and workers share the cores. The process that starts workers
+runs no test, and imports torch as little: five seconds of processor time.
 """
 
 from __future__ import annotations
@@ -21,24 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from hypothesis import settings
 
 from retouch.config import RunConfig, parse_run, yaml12
-from retouch.families import tiny
 from retouch.tiny.signs import (
     draw_words,
     write_signs,
 )
-from tests import forked, remembered, tiers
+from tests import forked, tiers
 from tests.browser import browser as browser
 from tests.browser import page as page
 from tests.command_line import retouch
 from tests.families.facts import text_length
-from tests.tiny_models import shallow_flux
 
-torch.set_num_threads(1)
 settings.register_profile("fast", max_examples=30, deadline=None)
 settings.register_profile("full", max_examples=200, deadline=None)
 
@@ -67,8 +64,16 @@ def pytest_configure(config: pytest.Config) -> None:
         forked.share_server()
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """What is written need not outlive the machine, and published run files are read for hundreds of tests."""
+    if getattr(session.config.option, "numprocesses", None):
+        return
+    import torch
+
+    from retouch.families import tiny
+    from tests import remembered
+
+    torch.set_num_threads(1)
     os.fsync = lambda fd: None
     yaml12.parse = remembered.parses(yaml12.parse)
     importlib.metadata.version = functools.cache(importlib.metadata.version)  # every run asks for those of its packages
@@ -103,6 +108,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What was imported and collected lives as long as the process: an eighth of the time went into looking through it
     for garbage. Tiny models are read for hundreds of tests."""
+    from tests import remembered
+
     if loading := sys.modules.get("retouch.families.loading"):
         vars(loading)["read_component"] = remembered.components(vars(loading)["read_component"])
     if meta := sys.modules.get("retouch.families.meta"):
@@ -159,6 +166,8 @@ def shallow() -> None:
 @pytest.fixture
 def run_file(signs: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., dict[str, Any]]:
     """A GRPO run of the smallest kind as a mapping; keyword arguments are dotted overrides with `__` for dots."""
+    from tests.tiny_models import shallow_flux
+
     few = "shallow" in request.fixturenames
 
     def make(**overrides: Any) -> dict[str, Any]:
@@ -177,6 +186,8 @@ def config(run_file: Callable[..., dict[str, Any]]) -> Callable[..., RunConfig]:
 def finished(signs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The directory of a finished run that trained "full" or "lora" weights: two steps of warm-up, two of RL, averaged,
     at a learning rate that shows. Made on first use, for all workers; do not write to it."""
+
+    from tests.tiny_models import shallow_flux
 
     def directory(kind: str) -> Path:
         with made_once(tmp_path_factory, f"finished-{kind}") as (root, made):
