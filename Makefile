@@ -44,7 +44,7 @@ repeat: .venv/.installed ## Run the tests that failed once more, alone, until on
 	$(TEST) -vv --last-failed --last-failed-no-failures none --maxfail 1
 	@echo "unsteady: the tests named above failed before, and pass alone"
 
-# A command while make lint runs; fails if either does. What both ended with is kept for make repeat.
+# A command while make lint runs; fails if either does. Both exit codes are kept for make repeat.
 beside_lint = $(MAKE) --no-print-directory lint > .venv/lint.log 2>&1 & lint=$$!; \
 	$(1); tests=$$?; echo $$tests > .venv/tests.code; wait $$lint; lint=$$?; echo $$lint > .venv/lint.code; \
 	cat .venv/lint.log; exit $$((tests + lint))

@@ -18,7 +18,7 @@ HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
 def heavy_modules_after(code: str) -> list[str]:
     """The heavy packages that a fresh interpreter holds after running `code`."""
     script = f"import sys\n{code}\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1].split()
 
@@ -46,7 +46,8 @@ LIGHT = (
 
 
 def test_importing_them_imports_no_torch() -> None:
-    assert heavy_modules_after(f"import {', '.join(LIGHT)}") == []
+    """Nor does the process that starts the workers of the tests, with their conftest."""
+    assert heavy_modules_after(f"import {', '.join(LIGHT)}, tests.conftest") == []
 
 
 def test_the_probe_sees_what_is_imported() -> None:
