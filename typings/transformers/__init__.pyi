@@ -1,6 +1,6 @@
 """The names of transformers that this package, trl and peft use, in the modules that define them.
 
-The package's own `__init__` imports everything from two thousand modules: two fifths of `make types` went into reading
+The package's own `__init__` imports everything from two thousand modules: a third of `make types` went into reading
 them. A name that is missing here is an error of `make types`; `tests/test_house.py` compares each with that of the
 package.
 """
