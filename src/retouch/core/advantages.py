@@ -81,7 +81,7 @@ def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "grou
         raise ValueError(f"baseline is {baseline!r}; it must be group or batch")
     if baseline == "batch":
         return valid.clone()
-    _, ids = group_ids.unique(return_inverse=True)
+    ids = _dense(group_ids)
     count = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=torch.int64, device=ids.device)
     count = count.index_add_(0, ids, valid.long())
     return valid & (count[ids] >= 2)
@@ -129,8 +129,7 @@ def _checked(rewards: Tensor, group_ids: Tensor, valid: Tensor | None) -> tuple[
     ok = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
     if ok.shape != rewards.shape:
         raise ValueError(f"valid has shape {tuple(ok.shape)}; it must be [N] = [{rewards.shape[0]}]")
-    _, dense = group_ids.unique(return_inverse=True)  # renumbered 0 .. groups - 1, in their order
-    return dense, ok, rewards.double()
+    return _dense(group_ids), ok, rewards.double()
 
 
 def _group_moments(r: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,6 +144,13 @@ def _group_moments(r: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tens
 def group_count(group_ids: Tensor) -> int:
     """Number of different ids."""
     return int(torch.unique(group_ids).numel())  # pyright: ignore
+
+
+def _dense(group_ids: Tensor) -> Tensor:
+    """Ids renumbered 0 .. groups - 1, in their order."""
+    known, inverse = torch.unique(group_ids, return_inverse=True)  # pyright: ignore
+    del known
+    return torch.as_tensor(inverse, dtype=torch.int64)  # pyright: ignore
 
 
 @dataclass
