@@ -68,6 +68,21 @@ def test_a_mask_of_another_size_than_its_image_is_refused(tmp_path: Path) -> Non
         images_to_vote_on(tmp_path / "list.jsonl", tmp_path)
 
 
+def test_a_mask_and_a_caption_in_a_folder_belong_to_their_image(tmp_path: Path) -> None:
+    """As `retouch init` reads them: nobody votes on a mask, and an image that only has the name of one is an image."""
+    for level, name in enumerate(("a-0", "a-1", "a-1_mask", "face_mask")):
+        Image.new("RGB", (4, 4), (level, 0, 0)).save(tmp_path / f"{name}.png")
+    (tmp_path / "a-1.txt").write_text("a sign\n")
+    first, second, photograph = images_to_vote_on(tmp_path, tmp_path)
+    assert (first.example, first.mask, first.prompt) == ("a", None, "")
+    assert (second.example, second.mask, second.prompt) == ("a", tmp_path / "a-1_mask.png", "a sign")
+    assert photograph.image.name == "face_mask.png"
+    for part in ("images", "masks"):
+        (tmp_path / "parts" / part).mkdir(parents=True)
+        Image.new("RGB", (4, 4), "red" if part == "masks" else "blue").save(tmp_path / "parts" / part / "a.png")
+    assert [image.image.parent.name for image in images_to_vote_on(tmp_path / "parts", tmp_path)] == ["images"]
+
+
 def white_left(tmp_path: Path) -> tuple[Image.Image, Path]:
     """A mask whose left half is repainted, and a file of the opposite."""
     levels = np.zeros((24, 40), np.uint8)

@@ -21,8 +21,11 @@ from retouch.registry import import_plugins_of_environment
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 CAPTIONS = (".txt", ".caption")
 
+MASKS = ("mask", "masks", "masklabel")
+"""Folder names of masks, and the endings of their file names."""
+
 _ROLES = {
-    "mask_path": ("mask", "masks", "masklabel"),
+    "mask_path": MASKS,
     "target_path": ("target", "targets"),
     "reference_path": ("ref", "refs", "reference", "references"),
     "image_path": ("image", "images", "source", "sources", "original", "originals"),

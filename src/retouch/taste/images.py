@@ -11,7 +11,8 @@ from typing import Any
 from retouch.config import load_run
 from retouch.data.base import DataError
 from retouch.data.dataset import load_dataset
-from retouch.data.lists import SUFFIXES, entries_of, suffix_of
+from retouch.data.discover import CAPTIONS, MASKS
+from retouch.data.lists import SUFFIXES, entries_of, read_text, suffix_of
 from retouch.errors import ConfigError, ImageProblem
 from retouch.files.disk import is_file
 from retouch.imaging.reading import image_size, open_image
@@ -22,6 +23,9 @@ from retouch.taste.votes import VotedImage, image_digest
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 _NUMBER = re.compile(r"-\d+$")
 """End of the name of a sample of `retouch sample --count`: photo-0.png, photo-1.png."""
+
+_MASK = re.compile(rf"(.+)[_.-](?:{'|'.join(MASKS)})", re.IGNORECASE)
+"""Name of a mask beside its image: photo_mask.png."""
 
 SAMPLES = "samples.jsonl"
 """The list that `retouch sample --for-votes` writes into the folder of its images."""
@@ -35,7 +39,7 @@ def images_to_vote_on(path: Path, beside: Path, *, trust: bool = False) -> list[
     A list is a JSON, JSONL or CSV file of `{"image", "example"?, "prompt"?, "text"?, "source"?, "mask"?, "seed"?,
     "weights"?}`, as `retouch sample --for-votes` writes it into a folder, which is then read by its list. In another
     folder with subfolders, images of the same name are of one example, one of each subfolder; else those whose names
-    differ by a number at the end.
+    differ by a number at the end. `photo_mask.png` and `photo.txt` beside `photo.png` are its mask and its prompt.
 
     Args:
         beside: folder of the votes; sources and masks of a run are written below it.
@@ -89,12 +93,18 @@ def _of_folder(path: Path) -> Iterator[VotedImage]:
     def images(folder: Path) -> list[Path]:
         return sorted(file for file in folder.iterdir() if file.suffix.lower() in _ENDINGS)
 
-    parts = sorted(part for part in path.iterdir() if part.is_dir() and images(part))
-    for part in parts:
-        for image in images(part):
-            yield voted_image(image, image.stem, weights=part.name)
-    for image in [] if parts else images(path):
-        yield voted_image(image, _NUMBER.sub("", image.stem))
+    parts = [part for part in sorted(path.iterdir()) if part.is_dir() and part.name.lower() not in MASKS]
+    parts = [part for part in parts if images(part)]
+    for folder in parts or [path]:
+        files = images(folder)
+        names = {file.stem for file in files}
+        masks = {made[1]: file for file in files if (made := _MASK.fullmatch(file.stem)) and made[1] in names}
+        for image in [file for file in files if file not in masks.values()]:
+            example = image.stem if parts else _NUMBER.sub("", image.stem)
+            weights = folder.name if parts else ""
+            captions = [file for ending in CAPTIONS if is_file(file := image.with_suffix(ending))]
+            prompt = " ".join(read_text(captions[0]).split()) if captions else ""
+            yield voted_image(image, example, mask=masks.get(image.stem), prompt=prompt, weights=weights)
 
 
 def _of_run(run: Path, beside: Path, trust: bool) -> Iterator[VotedImage]:
