@@ -30,11 +30,17 @@ from tests.taste.voters import drawn_image
 HOSTILE = "<img src=x onerror='window.hacked = 1'>"
 
 
-def listed(folder: Path, images: list[VotedImage], prompt: str | None = None) -> Path:
-    """A list of images, as `retouch sample --for-votes` writes it."""
+def listed(folder: Path, images: list[VotedImage], prompt: str | None = None, **more: str) -> Path:
+    """A list of images, as `retouch sample --for-votes` writes it, with `more` in each entry."""
     path = folder / "samples.jsonl"
     entries = [
-        {"image": i.image.name, "example": i.example, "prompt": prompt or i.prompt, "mask": i.mask and i.mask.name}
+        {
+            "image": i.image.name,
+            "example": i.example,
+            "prompt": prompt or i.prompt,
+            "mask": i.mask and i.mask.name,
+            **more,
+        }
         for i in images
     ]
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
@@ -158,8 +164,28 @@ def test_what_cannot_be_voted_on_is_refused(samples: Path, tmp_path: Path) -> No
     refused(samples, ConfigError, "ends in .jsonl")
 
 
-def test_the_commands_at_the_end_are_those_for_the_votes(samples: Path, tmp_path: Path) -> None:
+def test_the_goal_is_no_less_than_all_pairs_and_their_repetitions(tmp_path: Path) -> None:
+    samples = listed(tmp_path, [drawn_image(tmp_path, e, k, 9.0 * k) for e in range(10) for k in range(3)])
+    with serving(samples, tmp_path / "votes.jsonl") as server:
+        _, state = sent(server, "state?voter=ann")
+        assert state["goal"] == 30
+        while state["question"]:
+            _, state = sent(server, "answer", {"voter": "ann", "question": state["question"], "answer": "left"})
+        assert state["goal"] == state["votes"] > 30
+
+
+def test_no_command_is_printed_for_votes_that_cannot_be_trained_on(samples: Path, tmp_path: Path) -> None:
+    with serving(samples, tmp_path / "votes.jsonl") as server:  # its masks have no sources
+        _, state = sent(server, "state?voter=ann")
+        sent(server, "answer", {"voter": "ann", "question": state["question"], "answer": "left"})
+        told = what_next(server.labelling)
+    assert len(told) == 3 and told[1].startswith("retouch reward fit")
+    assert told[2].startswith("DPO and KTO need the prompt of each image, and a source with each mask")
+
+
+def test_the_commands_at_the_end_are_those_for_the_votes(tmp_path: Path) -> None:
     votes = tmp_path / "my votes.jsonl"
+    samples = listed(tmp_path, [drawn_image(tmp_path, 0, k, 9.0 * k) for k in range(2)], "a sign", source="0-0.png")
     with serving(samples, votes, alone=True) as server:
         assert what_next(server.labelling) == [f"{votes}: no votes"]
         _, state = sent(server, "state?voter=ann")

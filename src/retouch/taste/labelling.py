@@ -66,7 +66,9 @@ class Labelling:
             votes = self.votes.of(voter)
             if voter not in self._open and (question := self.chooser.next(voter, votes)) is not None:
                 self._open[voter] = secrets.token_urlsafe(8), question
-            told = {"votes": len(votes), "goal": min(self.goal, self.chooser.total()), "alone": self.alone}
+            repeated = sum(vote.repeats is not None for vote in votes)
+            goal = min(self.goal, self.chooser.total() + repeated)
+            told = {"votes": len(votes), "goal": goal, "alone": self.alone}
             if voter not in self._open:
                 return {**told, "question": None}
             name, question = self._open[voter]
@@ -157,8 +159,11 @@ def what_next(labelling: Labelling) -> list[str]:
     path, votes = labelling.votes.path, labelling.votes.all()
     if not votes:
         return [f"{path}: no votes"]
-    data = f"data.format=votes data.path={shlex.quote(str(path))}"
     told = [f"{path}: {len(votes)} votes", f"retouch reward fit {shlex.quote(str(path))} --config RUN.yaml"]
+    images = [image for vote in votes for image in vote.images]
+    if not all(image.prompt and (image.source or not image.mask) for image in images):
+        return [*told, "DPO and KTO need the prompt of each image, and a source with each mask; vote on a list of them"]
+    data = f"data.format=votes data.path={shlex.quote(str(path))}"
     if any(vote.answer in ("left", "right") for vote in votes):
         told.append(f"retouch train RUN.yaml algorithm.name=dpo algorithm.pairs=offline {data}")
     return [*told, f"retouch train RUN.yaml algorithm.name=kto data.votes_as=labels {data}"]
