@@ -53,7 +53,7 @@ def validate(
 
 @app.command()
 def split(
-    path: Annotated[Path, typer.Argument(help="self_bench folder, manifest, or file of prompts.")],
+    path: Annotated[Path, typer.Argument(help="self_bench folder, manifest, file of prompts, or votes.")],
     share: Annotated[float, typer.Option(help="Held-out share, between 0 and 1; approximate for few items.")] = 0.1,
     by: Annotated[str, typer.Option(help="image | text: content that the two lists must not share.")] = "image",
     seed: Annotated[int, typer.Option(help="Random seed of the split.")] = 0,
