@@ -213,7 +213,7 @@ def folds_of(votes: Sequence[Vote]) -> NDArray[np.intp]:
     if len(examples) < MIN_EXAMPLES:
         raise ConfigError(
             f"votes on the images of {len(examples)} examples; a fit needs {MIN_EXAMPLES} or more, because it is "
-            "measured on examples that it has not seen; vote on images of more examples, twice as many for --half"
+            "measured on examples that it has not seen; vote on images of more examples (40 for --half)"
         )
     random.Random(0).shuffle(examples)
     fold = {example: place % _FOLDS for place, example in enumerate(examples)}
