@@ -33,20 +33,22 @@ test-ci: .venv/.installed ## Run make lint and what CI runs: every test that tak
 	@$(call beside_lint,$(TEST) $(WORKERS) $(RECORD))
 
 test-rest: .venv/.installed ## Run what make test-ci runs and make test does not
-	@$(TEST) $(WORKERS) $(RECORD) -m "$(DAILY) and ci"; tests=$$?; echo $$tests > .venv/tests.code; exit $$tests
+	@$(FORGET); $(TEST) $(WORKERS) $(RECORD) -m "$(DAILY) and ci"; tests=$$?; echo $$tests > .venv/tests.code; exit $$tests
 
 test-all: .venv/.installed ## Run every test that needs no GPU (hours), before a release
 	@$(call beside_lint,$(TEST) $(WORKERS) -m "not gpu")
 
 repeat: .venv/.installed ## Run the tests that failed once more, alone, until one fails again
 	@test "$$(cat .venv/tests.code)" = 1 || { echo "repeat: not every test was run"; exit 1; }
-	@test "$$(cat .venv/lint.code)" = 0 || { echo "repeat: make lint failed"; exit 1; }
+	@test ! -e .venv/lint.code || test "$$(cat .venv/lint.code)" = 0 || { echo "repeat: make lint failed"; exit 1; }
 	$(TEST) -vv --last-failed --last-failed-no-failures none --maxfail 1
 	@echo "unsteady: the tests named above failed before, and pass alone"
 
-# A command while make lint runs; fails if either does. Both exit codes are kept for make repeat.
-beside_lint = $(MAKE) --no-print-directory lint > .venv/lint.log 2>&1 & lint=$$!; \
-	$(1); tests=$$?; echo $$tests > .venv/tests.code; wait $$lint; lint=$$?; echo $$lint > .venv/lint.code; \
+# A command while make lint runs; fails if either does. Both exit codes are kept for make repeat, that of the tests last:
+# a run that is killed leaves none, nor those of an earlier one.
+FORGET = rm -f .venv/tests.code .venv/lint.code
+beside_lint = $(FORGET); $(MAKE) --no-print-directory lint > .venv/lint.log 2>&1 & lint=$$!; \
+	$(1); tests=$$?; wait $$lint; lint=$$?; echo $$lint > .venv/lint.code; echo $$tests > .venv/tests.code; \
 	cat .venv/lint.log; exit $$((tests + lint))
 
 trust: .venv/.installed ## Fuzz everything that is read: over 10,000 cases, minutes

@@ -179,15 +179,7 @@ def test_tests_are_repeated_after_the_lint_that_ran_beside_them(
     tests: int, lint: int, code: int, tmp_path: Path
 ) -> None:
     """A tenth of the time of all tests goes into it: what it ended with is kept."""
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for name in ("pyproject.toml", "constraints.txt", ".venv/.installed"):
-        (tmp_path / name).touch()
-    for name in ("python", "pyright", "ruff", "lint-imports"):
-        (tmp_path / ".venv" / "bin" / name).write_text(
-            f'#!/bin/sh\necho {name} "$@" >> ran\n[ ! -e {name}.code ] || exit 1'
-        )
-        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
-    shutil.copy(ROOT / "Makefile", tmp_path)
+    _clone(tmp_path)
     if lint:
         (tmp_path / "pyright.code").touch()
     environment = {**os.environ, "MAKEFLAGS": ""}  # of a make whose test this is
@@ -200,3 +192,38 @@ def test_tests_are_repeated_after_the_lint_that_ran_beside_them(
     if code == 0:
         [command] = (tmp_path / "ran").read_text().splitlines()
         assert command.startswith("python -m pytest") and "--last-failed" in command
+
+
+def _clone(folder: Path) -> None:
+    """A folder with the Makefile and programs that note their arguments, and fail if there is a NAME.code."""
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt", ".venv/.installed"):
+        (folder / name).touch()
+    for name in ("python", "pyright", "ruff", "lint-imports"):
+        (folder / ".venv" / "bin" / name).write_text(
+            f'#!/bin/sh\necho {name} "$@" >> ran\n[ ! -e {name}.code ] || exit 1'
+        )
+        (folder / ".venv" / "bin" / name).chmod(0o755)
+    shutil.copy(ROOT / "Makefile", folder)
+
+
+@pytest.mark.parametrize("target", ["test-ci", "test-rest"])
+def test_a_run_that_is_killed_leaves_nothing_to_repeat(target: str, tmp_path: Path) -> None:
+    """Not even what an earlier one ended with: other code has passed then."""
+    _clone(tmp_path)
+    for name, code in (("tests", 1), ("lint", 0)):
+        (tmp_path / ".venv" / f"{name}.code").write_text(str(code))
+    (tmp_path / ".venv" / "bin" / "python").write_text('#!/bin/sh\n[ "$2" != pytest ] || kill -9 $PPID')
+    environment = {**os.environ, "MAKEFLAGS": ""}
+    assert subprocess.run(["make", target], cwd=tmp_path, env=environment, capture_output=True).returncode
+    assert subprocess.run(["make", "repeat"], cwd=tmp_path, env=environment, capture_output=True).returncode
+    assert not list((tmp_path / ".venv").glob("*.code"))
+
+
+def test_a_repeat_after_the_rest_asks_no_lint_of_it(tmp_path: Path) -> None:
+    _clone(tmp_path)
+    (tmp_path / ".venv" / "lint.code").write_text("1")
+    environment = {**os.environ, "MAKEFLAGS": ""}
+    assert subprocess.run(["make", "test-rest"], cwd=tmp_path, env=environment, capture_output=True).returncode == 0
+    (tmp_path / ".venv" / "tests.code").write_text("1")
+    assert subprocess.run(["make", "repeat"], cwd=tmp_path, env=environment, capture_output=True).returncode == 0

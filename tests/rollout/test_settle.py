@@ -157,6 +157,29 @@ def test_only_rows_that_were_away_are_asked_again() -> None:
     assert scores.values("r") == [0.0, 1.0, None, 3.0]
 
 
+def test_a_reward_and_its_gate_need_not_succeed_in_the_same_attempt() -> None:
+    """Only the gate fails in the first attempt, only the reward in every later one: the first values of both stay."""
+
+    def script(asked: Asked, number: int) -> Answer:
+        sound, away = reply(asked.ids, lambda _: 0.8), "gate" if number == 0 else "r"
+        for one in sound["items"]:
+            one["scores"]["gate"] = {"value": 0.25 if number else 0.0}
+            del one["scores"][away]
+            one["errors"] = {away: {"code": "unavailable", "message": "no", "retryable": True}}
+        return Answer({**sound, "scorers": {name: {"revision": "1"} for name in ("r", "gate")}})
+
+    with FakeServer(script, info={"scorers": {"r": {"revision": "1"}, "gate": {"revision": "1"}}}) as server:
+        entries = {
+            "r": PreservationReward(url=[server.url], gated_by="gate"),
+            "gate": PreservationReward(url=[server.url], weight=0.0),
+        }
+        made = RewardTable(entries, limits(timeout_s=30))
+        made.start()
+        (scores,) = settled(made, items(2), outage_wait_s=5.0)
+        made.close()
+    assert scores.combined() == [0.8 * 0.25] * 2 and scores.failures() == [] and len(server.asked) == 2
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_request_to_stop_ends_the_wait_after_one_more_attempt(comes_back: bool) -> None:
     """A reward that failed once does not cost the rollouts of a run that is about to stop."""

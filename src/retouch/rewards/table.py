@@ -81,7 +81,7 @@ class Scores:
             compares a group would count them as opponents.
         parts: place -> the outcomes that are computed there, by name; empty if nothing is pending.
         places: name -> the place where a pending reward is computed.
-        gates: name -> the gate that `result` applies.
+        gates: name -> the gate that `result` applies; empty afterwards.
     """
 
     outcomes: Mapping[str, Sequence[Outcome]]
@@ -105,29 +105,32 @@ class Scores:
         for future in self.weighted_futures:
             future.result()
 
-    def result(self, until: float | None = None) -> Scores:
+    def result(self, until: float | None = None, *, gated: bool = True) -> Scores:
         """Wait for all rewards and apply the gates.
 
         Args:
             until: a moment of `time.monotonic`: rewards that are only logged and are not in by then are failures. None
                 waits for them too.
+            gated: False leaves the gates to a later call, before which outcomes may be replaced.
         """
-        if not self.parts:
-            return self
-        self.wait()
-        done = {
-            place: future.result() if place.kind == "counts" else self._logged(place, future, until)
-            for place, future in self.parts.items()
-        }
-        columns = {name: list(done[place][name]) for name, place in self.places.items()}
-        for column in columns.values():
-            for row in sorted(self.broken):
-                column.insert(row, NOT_FINITE)
-        gated = {
+        columns = dict(self.outcomes)
+        if self.parts:
+            self.wait()
+            done = {
+                place: future.result() if place.kind == "counts" else self._logged(place, future, until)
+                for place, future in self.parts.items()
+            }
+            columns = {name: list(done[place][name]) for name, place in self.places.items()}
+            for column in columns.values():
+                for row in sorted(self.broken):
+                    column.insert(row, NOT_FINITE)
+        if not gated:
+            return replace(self, outcomes=columns, parts={})
+        applied = {
             name: [gate.apply(*pair) for pair in zip(columns[name], columns[gate.reward], strict=True)]
             for name, gate in self.gates.items()
         }  # the value of a gate itself is not gated
-        return replace(self, outcomes=columns | gated, parts={})
+        return replace(self, outcomes={**columns, **applied}, parts={}, gates={})
 
     def _logged(
         self, place: Place, future: Future[dict[str, list[Outcome]]], until: float | None

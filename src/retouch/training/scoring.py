@@ -97,7 +97,7 @@ def settle(
     for batch in batches:
         batch.wait()
     until = _logged_until(config, training)
-    scores = [_outage_waited_out(table, batch.result(until), config, training, stop_heard) for batch in batches]
+    scores = [_outage_waited_out(table, batch.result(until, gated=False), config, training, stop_heard) for batch in batches]
     if lost := failures_of(scores):
         without = sum(value is None for batch in scores for value in batch.combined())
         logger.warning("%d of %d images have no reward: %s", without, sum(map(len, scores)), summary(lost))
@@ -128,7 +128,8 @@ def _outage_waited_out(
     training: bool,
     stop_heard: Callable[[], bool],
 ) -> Scores:
-    """The scores of a batch once no server of a reward that trains is away: its images are scored again."""
+    """The scores of a batch once no server of a reward that trains is away: its images are scored again. Gates apply
+    to what stays in the end: a reward and its gate need not succeed in the same attempt."""
     columns = {name: list(column) for name, column in scores.outcomes.items()}
     started = time.monotonic()
     deadline = started + config.outage_wait_s
@@ -144,7 +145,7 @@ def _outage_waited_out(
             rows = [row for row in _with_groups(table, scores.items, away) if row not in scores.broken]
             pending = table.submit([scores.items[row] for row in rows], training=training)
             pending.wait()
-            again = pending.result(_logged_until(config, training))
+            again = pending.result(_logged_until(config, training), gated=False)
             for name, column in columns.items():
                 for row, outcome in zip(rows, again.outcomes[name], strict=True):
                     # what was scored already stays, or many flaky requests would never all succeed
@@ -155,7 +156,7 @@ def _outage_waited_out(
             if stop_heard():
                 raise RewardOutage(f"asked to stop while rewards were unavailable: {summary(list(still.values()))}")
             time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
-    return replace(scores, outcomes=columns)
+    return replace(scores, outcomes=columns).result()
 
 
 def _logged_until(config: RewardClientConfig, training: bool) -> float | None:
@@ -172,11 +173,13 @@ def _with_groups(table: RewardTable, items: Sequence[RewardItem], rows: Collecti
 
 
 def _unavailable(columns: dict[str, list[Outcome]], scores: Scores) -> dict[int, Failure]:
-    """Row -> one of its failures, of a reward with a weight, that mean a server is away, not that the item is bad."""
+    """Row -> one of its failures, of a reward that trains or its gate, that mean a server is away, not that the item is
+    bad."""
+    gates = {gate.reward for name, gate in scores.gates.items() if scores.weights[name]}
     return {
         row: outcome
         for name, column in columns.items()
-        if scores.weights[name]
+        if scores.weights[name] or name in gates
         for row, outcome in enumerate(column)
         if isinstance(outcome, Failure) and outcome.retryable
     }
