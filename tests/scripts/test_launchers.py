@@ -476,7 +476,9 @@ def test_a_process_whose_neighbour_is_killed_ends_with_one_line(tmp_path: Path) 
         "cli.main()\n",
         encoding="utf-8",
     )
+    # the launcher looks after seconds, or on a busy machine it ends the other process before that notices
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launcher += ["--monitor-interval", "3"]
     environment = {**os.environ, "RETOUCH_EXIT_CODES": str(tmp_path / "codes"), "OMP_NUM_THREADS": "1"}
     done = forked.run([*launcher, str(script), "train"], env=environment, timeout=120)
     assert (tmp_path / "codes").read_text(encoding="utf-8") == "1\n"
