@@ -19,7 +19,6 @@ from retouch.core.schedule import Schedule
 from retouch.core.steps import Estimate, dpm_step, ode_step
 from retouch.data.sampler import derive_seed
 from retouch.errors import ConfigError
-from retouch.lru import LruCache
 from retouch.types import Condition, DiffusionModel
 
 if TYPE_CHECKING:
@@ -145,10 +144,6 @@ def ode_plan(schedule: Schedule, solver: Solver = "first_order", recorded: int =
     return StepPlan(schedule, None, 0.0, first, 0, recorded, solver)
 
 
-PLANS = 256
-"""Plans of a run that are kept: of each shape of images, and of each place of a window."""
-
-
 class Plans:
     """The plans of a run's rollouts. Parts that depend only on the run file are computed once."""
 
@@ -159,7 +154,7 @@ class Plans:
         self.log_prob_mode: Literal["exact", "cps"] = run.algorithm.recorded_log_probs
         self.records_means = run.algorithm.records_means
         self.recorded = run.algorithm.recorded_steps(run)
-        self._made: LruCache[tuple[Schedule, int], StepPlan] = LruCache(PLANS)
+        self._made: dict[tuple[Schedule, int], StepPlan] = {}  # of each shape of images and place of the window
         if self.rule is None:
             return
         _ = self.rule.mean_std  # imported here: a rule that cannot be imported ends the run before its first rollout
@@ -185,13 +180,13 @@ class Plans:
             first = Random(derive_seed(self.seed, "window", batch)).randint(self.starts[0], self.starts[-1])
         else:
             first = self.starts[batch // self.batches_per_start % len(self.starts)]
-        return self._made.get((schedule, first), self._make)
-
-    def _make(self, key: tuple[Schedule, int]) -> StepPlan:
-        schedule, first = key
-        if self.rule is None:
-            return ode_plan(schedule, self.solver, self.recorded)
-        return StepPlan(schedule, self.rule, self.strength, first, self.stochastic, self.trained, self.solver)
+        if (schedule, first) not in self._made:
+            self._made[schedule, first] = (
+                ode_plan(schedule, self.solver, self.recorded)
+                if self.rule is None
+                else StepPlan(schedule, self.rule, self.strength, first, self.stochastic, self.trained, self.solver)
+            )
+        return self._made[schedule, first]
 
 
 def transition(

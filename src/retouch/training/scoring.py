@@ -97,7 +97,9 @@ def settle(
     for batch in batches:
         batch.wait()
     until = _logged_until(config, training)
-    scores = [_outage_waited_out(table, batch.result(until, gated=False), config, training, stop_heard) for batch in batches]
+    scores = [
+        _outage_waited_out(table, batch.result(until, gated=False), config, training, stop_heard) for batch in batches
+    ]
     if lost := failures_of(scores):
         without = sum(value is None for batch in scores for value in batch.combined())
         logger.warning("%d of %d images have no reward: %s", without, sum(map(len, scores)), summary(lost))
