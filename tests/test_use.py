@@ -597,7 +597,7 @@ def test_examples_that_are_trained_on_are_warned_of(finished: Finished, signs: P
         return " ".join(outcome.err.split())
 
     assert "WARNING" not in warnings("held_out")
-    assert "--data: full trained on 8 of 8 examples (the first: 0)" in warnings("targets")  # warmup_data
+    assert "--data: full trained on 8 of 8 examples (the first: item 0)" in warnings("targets")  # warmup_data
     file = run / "config.yaml"
     file.write_text(file.read_text().replace(str(signs / "prompts"), str(tmp_path / "gone")))
     told = warnings("held_out")

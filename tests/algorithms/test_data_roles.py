@@ -131,8 +131,8 @@ def test_evaluating_on_what_is_trained_on_is_refused(
     last = outcome.err.splitlines()[-1]  # after "loading torch"
     assert outcome.code == 2
     assert last.startswith(
-        "error: evaluation.data: 8 of 8 examples (the first: 0) are trained on: data or warmup_data holds the same "
-        "image"
+        "error: evaluation.data: 8 of 8 examples (the first: item 0) are trained on: data or warmup_data holds the "
+        "same image"
     )
     [line] = [x for x in yaml.safe_load(retouch("doctor", path, "--json").out) if x["status"] == "fix"]
     assert line["what"] == "evaluation.data" and last == f"error: {line['says']}"
@@ -147,8 +147,8 @@ DRAWN, REPAINTED, EDITED = {}, {"source_path": Path("s"), "mask_path": Path("m")
 @pytest.mark.parametrize(
     ("family", "given", "message"),
     [
-        ("qwen_image", [DRAWN, REPAINTED, DRAWN], r"data: 2 of 3 examples \(the first: 0\) have no source"),
-        ("qwen_image_edit", [REPAINTED, EDITED], r"data: 1 of 2 examples \(the first: 1\) have no mask"),
+        ("qwen_image", [DRAWN, REPAINTED, DRAWN], r"data: 2 of 3 examples \(the first: item 0\) have no source"),
+        ("qwen_image_edit", [REPAINTED, EDITED], r"data: 1 of 2 examples \(the first: item 1\) have no mask"),
         ("qwen_image", [EDITED, EDITED], "a source and no mask, but qwen_image repaints inside one"),
     ],
 )

@@ -117,8 +117,8 @@ def test_labels_as_json_and_csv_have_them(labels: tuple[Any, Any], kto_run: Make
 @pytest.mark.parametrize(
     ("labels", "says"),
     [
-        (("good", "fine"), "example 1 has label 'fine'; expected good or bad"),
-        ((None, "bad"), "example 0 has label None; expected good or bad"),
+        (("good", "fine"), "item 1 has label 'fine'; expected good or bad"),
+        ((None, "bad"), "item 0 has label None; expected good or bad"),
         (("good", "good"), "every example has label good, but kto compares good with bad images; add examples with "),
         (("bad", "bad"), "every example has label bad"),
     ],

@@ -242,7 +242,7 @@ def test_examples_without_targets_are_refused_in_one_line(
         path.write_text(yaml.safe_dump(run_file(**overrides)), encoding="utf-8")
         outcome = retouch("train", path)
         message = (
-            f"error: {section}: example 100 (and 7 more) has no target image, which supervised steps need; {remedy}"
+            f"error: {section}: item 100 (and 7 more) has no target image, which supervised steps need; {remedy}"
             "name data with targets under warmup_data\n"
         )
         assert (outcome.code, outcome.err.splitlines(keepends=True)[-1]) == (2, message)  # after "loading torch"

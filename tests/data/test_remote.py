@@ -187,7 +187,7 @@ def test_evaluation_data_is_compared_with_downloaded_training_data(
     assert "data.path has no images on this machine" in warned() and not served.asked
     local_path(f"{SET}/train.txt")
     told = warned()
-    assert "trained on 1 of 2 examples (the first: 0)" in told and "unknown" not in told
+    assert "trained on 1 of 2 examples (the first: item 0)" in told and "unknown" not in told
 
 
 @pytest.mark.parametrize(("section", "key"), [(ManifestData, "image_root"), (ImgEditData, "images")])

@@ -95,10 +95,26 @@ def test_single_images_are_ranked(tmp_path: Path) -> None:
     ]
     found = measure(features, votes)
     assert found.accuracy is None and found.ranking is not None and found.is_above_chance
+    few = measure(features, [v for v in votes if v.answer == "good" or int(v.left.example) < 8]).ranking
+    assert few is not None and (few.low, few.high) == (0, 1)  # bad ones of fewer than 10 examples are no evidence
     head = fit_head(features, votes)
     threshold = head.threshold / head.weights[0]
     assert 0 < threshold < 1  # between the rejected and the accepted ones
     assert 0 < head.noise < 0.25  # from the pairs of an example, though nobody voted on pairs
+
+
+def test_few_votes_on_pairs_keep_what_votes_on_single_images_tell(tmp_path: Path) -> None:
+    """5 examples of two images among 60. The pairs agree always, which 5 do by chance in one of 32 tastes."""
+    images = [image for e, image in enumerate(images_of(60, 2)) if e % 2 == 0 or e < 10]
+    features = features_of(images)
+    taste = first_feature(features)
+    votes = [Vote(i, "ann", "good" if taste(one) > 0 else "bad", one) for i, one in enumerate(images)]
+    for one, other in zip(images[:10:2], images[1:10:2], strict=True):
+        votes.append(Vote(len(votes), "ann", "left" if taste(one) > taste(other) else "right", one, other))
+    found = measure(features, votes)
+    assert found.ranking is not None and found.ranking.value > 0.9
+    assert found.accuracy is not None and (found.accuracy.low, found.accuracy.high) == (0, 1)
+    assert not replace(found, ranking=None).is_above_chance
 
 
 def test_rounding_of_a_constant_is_no_feature() -> None:

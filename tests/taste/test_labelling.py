@@ -256,6 +256,24 @@ def test_fifty_votes_by_keyboard_with_undo_reload_and_another_voter(page: Page, 
     assert {v.voter for v in read_votes(votes)} == {"Ann B"}
 
 
+def test_buttons_name_the_place_of_the_image(page: Page, samples: Path, tmp_path: Path) -> None:
+    """Beside each other on a wide page, one above the other on a narrow one and at full size."""
+    with serving(samples, tmp_path / "votes.jsonl") as server:
+        page.open(server.address)
+        page.set("#name", "ann")
+        page.click("#who button")
+        told = (
+            "[...document.querySelectorAll('[data-answer]')].slice(0, 2).map((e) => e.innerText.split(' ')[0]).join()"
+        )
+        page.wait(f"{told} === 'Left,Right'")
+        press(page, "f")
+        page.wait(f"{told} === 'Upper,Lower'")
+        press(page, "f")
+        page.wait(f"{told} === 'Left,Right'")
+        page.shape(390)
+        page.wait(f"{told} === 'Upper,Lower'")
+
+
 def test_votes_outlast_a_kill(samples: Path, tmp_path: Path) -> None:
     votes = tmp_path / "votes.jsonl"
     command = [sys.executable, "-m", "retouch", "label", str(samples), "--votes", str(votes)]

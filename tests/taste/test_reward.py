@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.numpy import save_file
 
 from retouch.algorithms.kto.config import label_of
 from retouch.config import RunConfig
 from retouch.config.check import require_trainable
 from retouch.data.base import ItemFiles
-from retouch.data.dataset import read_item
+from retouch.data.dataset import examine, read_item
 from retouch.data.formats.votes import VotesData
 from retouch.data.split import split
 from retouch.errors import ConfigError, DataError
@@ -185,6 +186,9 @@ def test_a_head_is_bound_to_the_weights_that_it_was_fitted_on(taste: Path, votes
         scorer(changed)
     with pytest.raises(ConfigError, match="reward fit"):
         scorer(votes)
+    save_file({"weights": np.zeros(5, np.float32)}, changed, {"format": "retouch.taste 1"})
+    with pytest.raises(ConfigError, match=r"'retouch.taste 1'.*fit again"):
+        scorer(changed)
 
 
 def test_votes_of_chance_write_nothing(votes: Path, tmp_path: Path) -> None:
@@ -238,6 +242,16 @@ def test_an_image_that_was_replaced_after_the_votes_is_neither_fitted_nor_traine
         found = VotesData.model_validate({"path": str(file.path), "votes_as": votes_as}).list_items()
         wrong = [i for i, one in enumerate(found) if not isinstance(one, ItemFiles)]
         assert wrong == list(range(len(found) // 12)) and "voted on" in str(found[0])
+
+
+def test_a_problem_names_the_vote(votes: Path, tmp_path: Path) -> None:
+    """Nobody can find a vote by the id of its example."""
+    file = VoteFile(tmp_path / "votes.jsonl")
+    for one in read_votes(votes)[:2]:
+        file.add(Vote(0, "ann", "left", *(replace(image, prompt=" ") for image in one.images)))
+    section = VotesData(path=str(file.path), resolution=(24, 40))
+    found = [examine(item, section) for item in section.items() if isinstance(item, ItemFiles)]
+    assert [str(one).split(":")[0] for one in found] == ["vote 1 of ann", "vote 2 of ann"]
 
 
 def test_masks_of_votes_are_white_where_to_repaint_whatever_the_run_inverts(votes: Path) -> None:

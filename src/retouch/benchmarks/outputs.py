@@ -94,7 +94,7 @@ def _inside(file: str, item: ItemFiles) -> str:
     unusable = not parts or file.startswith("/") or ".." in parts or file.endswith("/") or "\0" in file
     if unusable or any(len(part.encode()) > _LONGEST_NAME for part in parts):
         raise DataError(
-            f"item {item.id}: its output would be named {file[:80]!r}; names in a data set must be relative, without "
+            f"{item.where}: its output would be named {file[:80]!r}; names in a data set must be relative, without "
             f"'..', and of at most {_LONGEST_NAME} bytes"
         )
     return file

@@ -48,6 +48,7 @@ class ItemFiles:
         difficulty: sort key of a curriculum.
         more_paths: source images beside the one that is edited, in order.
         mask_is_made: the mask is no file of the data set and white where to repaint, whatever `invert_mask` is.
+        name: for messages, of an item whose id is in no file.
     """
 
     id: int
@@ -66,6 +67,12 @@ class ItemFiles:
     difficulty: float = 0.0
     more_paths: tuple[Path | PackedImage, ...] = ()
     mask_is_made: bool = False
+    name: str = ""
+
+    @property
+    def where(self) -> str:
+        """The item in a message."""
+        return self.name or f"item {self.id}"
 
     def inverts_mask(self, options: ImageOptions) -> bool:
         """Whether black pixels of the mask are repainted."""

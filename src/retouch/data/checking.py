@@ -46,7 +46,7 @@ _SLICE = 8
 _BYTES = 16
 """Length of a fingerprint."""
 
-_UNCHECKED = {"prompt", "difficulty", "metadata"}
+_UNCHECKED = {"prompt", "difficulty", "metadata", "name"}
 """Fields of an item that decide nothing as a whole; `fingerprint` names the parts that do."""
 
 
@@ -82,7 +82,7 @@ def find_problems(
         seen = fingerprint(items[position])  # before the files are read, which may change meanwhile
         if _doubted(seen) in known:
             doubt = "its mask was doubtful when it was read"
-            return position, ItemDoubt(f"item {items[position].id}", doubt, remembered=True), seen
+            return position, ItemDoubt(items[position].where, doubt, remembered=True), seen
         return position, None if seen in known else check(items[position]), seen
 
     machines = processes.gather_list([this_machine()])

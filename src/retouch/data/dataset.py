@@ -315,7 +315,7 @@ def check_item(
     if isinstance(found, ItemError):
         return found
     doubt = found[1].mask_doubt
-    return None if doubt is None else ItemDoubt(f"item {item.id}", f"{item.mask_path}: {doubt}")
+    return None if doubt is None else ItemDoubt(item.where, f"{item.mask_path}: {doubt}")
 
 
 def examine(
@@ -325,13 +325,13 @@ def examine(
     try:
         return _missing(item, config, needs) or read_item(item, config, crop)
     except (ImageProblem, DataError) as error:
-        return ItemError(f"item {item.id}", str(error))
+        return ItemError(item.where, str(error))
 
 
 def _missing(item: ItemFiles, config: DataSection, needs: Collection[str]) -> ItemError | None:
     """The error of an item without a prompt, or without a file that the run needs."""
     if not item.prompt.strip():
-        return ItemError(f"item {item.id}", "the prompt is empty; give it a text")
+        return ItemError(item.where, "the prompt is empty; give it a text")
     if not needs:
         return None
     if config.image_options.reference != "given" and item.source_path and item.mask_path:
@@ -341,7 +341,7 @@ def _missing(item: ItemFiles, config: DataSection, needs: Collection[str]) -> It
     if missing:
         cut = "reference" in needs and item.source_path and item.mask_path and not item.reference_path
         remedy = "; data.reference=mask_box cuts the reference out of the image" if cut else ""
-        return ItemError(f"item {item.id}", f"{', '.join(sorted(missing))} missing, which the run needs{remedy}")
+        return ItemError(item.where, f"{', '.join(sorted(missing))} missing, which the run needs{remedy}")
     return None
 
 

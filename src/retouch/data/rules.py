@@ -27,12 +27,12 @@ def require_targets(config: RunConfig, data: Dataset) -> None:
     """Refuse examples without a target, where the run has supervised steps."""
     if config.algorithm.supervised_steps(config) == 0:
         return
-    without = _ids_without_target(config, data)
+    without = _without_target(config, data)
     if without:
         section = "warmup_data" if config.warmup_data else "data"
         remedy = "set algorithm.sft_steps=0, or " if isinstance(config.algorithm, RlConfig) else ""
         raise ConfigError(
-            f"{section}: example {without[0]} (and {len(without) - 1} more) has no target image, which supervised "
+            f"{section}: {without[0]} (and {len(without) - 1} more) has no target image, which supervised "
             f"steps need; {remedy}name data with targets under warmup_data"
         )
 
@@ -44,7 +44,7 @@ def require_one_batch(config: RunConfig, name: str, data: Dataset) -> None:
         name: of the section, for messages.
     """
     for picture in ("source", "mask"):
-        without = [item.id for item in data.items if getattr(item, f"{picture}_path") is None]
+        without = [item.where for item in data.items if getattr(item, f"{picture}_path") is None]
         if 0 < len(without) < len(data):
             raise ConfigError(
                 f"{name}: {len(without)} of {len(data)} examples (the first: {without[0]}) have no {picture}, the "
@@ -60,10 +60,10 @@ def require_one_batch(config: RunConfig, name: str, data: Dataset) -> None:
         )
 
 
-def _ids_without_target(config: RunConfig, data: Dataset) -> Sequence[int]:
+def _without_target(config: RunConfig, data: Dataset) -> Sequence[str]:
     """A family that edits reads the whole source image: with the source as its target it would learn to copy."""
     useless = {"none", "source"} if config.model.spec.edits else {"none"}
-    return [item.id for item in data.items if item.target in useless]
+    return [item.where for item in data.items if item.target in useless]
 
 
 def require_held_out(config: RunConfig, held_out: Dataset | None, *training: Dataset) -> bool:
@@ -80,8 +80,8 @@ def require_held_out(config: RunConfig, held_out: Dataset | None, *training: Dat
     if seen and not config.evaluation.allow_overlap:
         same = "the same image with the same prompt" if edits else "the same image"
         raise ConfigError(
-            f"evaluation.data: {len(seen)} of {len(held_out)} examples (the first: {seen[0].id}) are trained on: data "
-            f"or warmup_data holds {same} (or, without images, the same prompt); split the data with "
+            f"evaluation.data: {len(seen)} of {len(held_out)} examples (the first: {seen[0].where}) are trained on: "
+            f"data or warmup_data holds {same} (or, without images, the same prompt); split the data with "
             "`retouch data split`, or set evaluation.allow_overlap=true"
         )
     return not seen

@@ -101,7 +101,7 @@ def _listed(path: Path) -> tuple[Path, list[str], list[str], list[ItemFiles]]:
     listed = section.items() if divisible is None else [item for _, item in divisible]
     items = [item for item in listed if isinstance(item, ItemFiles)]
     broken = [str(item) for item in listed if isinstance(item, ItemError)]
-    broken += [f"item {i.id}: {p}: no such file" for i in items for p in paths(images_of(i)) if not is_file(p)]
+    broken += [f"{i.where}: {p}: no such file" for i in items for p in paths(images_of(i)) if not is_file(p)]
     if broken:
         raise DataError(
             f"{path}: {broken[0]} (and {len(broken) - 1} more problems); `retouch data validate` lists them"

@@ -137,7 +137,7 @@ def _finding(
     notes = [", ".join(role for role in roles if getattr(example, role) is not None)]
     notes += [f"mask in {reading.mask_channel}"] if reading.mask_channel else []
     notes += [reading.mask_doubt] if reading.mask_doubt else []
-    found = Finding(section, f"item {item.id}", None, "; ".join(notes), reading.mask_doubt is not None)
+    found = Finding(section, item.where, None, "; ".join(notes), reading.mask_doubt is not None)
     if readers is None:
         return found
     return replace(found, text=_texts_read(item), warnings=tuple(text_warnings(item, readers)))

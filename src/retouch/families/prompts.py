@@ -149,7 +149,7 @@ class PromptCheck:
         longer = any(map(self._can_be_longer, readers.values()))
         also = ", or raise model.max_sequence_length" if longer else ""
         verb = "begins" if text is None else "ends"
-        return ItemError(f"item {item.id}", f"no text encoder reads {what}: it {verb} at {where}; {remedy}{also}")
+        return ItemError(item.where, f"no text encoder reads {what}: it {verb} at {where}; {remedy}{also}")
 
     def _warning(
         self, readers: Readers, name: str, cut: Mapping[str, Mapping[int, int]], items: Sequence[ItemFiles]
@@ -165,7 +165,7 @@ class PromptCheck:
             remedy = "shorten them"
         return (
             f"{len(cut[name])} of {len(items)} prompts are longer than the {readers[name].length} tokens that {name} "
-            f"reads, and are cut; the longest takes {cut[name][longest]} (item {items[longest].id}: "
+            f"reads, and are cut; the longest takes {cut[name][longest]} ({items[longest].where}: "
             f"{shown(items[longest].prompt)}); {remedy}"
         )
 

@@ -7,7 +7,7 @@ and the settings of a fold's fit are chosen on the other folds alone. Legend: V 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -95,7 +95,7 @@ class Features:
         values: [I, D].
         statistics: number of the last features, which are no encoder's; None: all.
         share: see `SHARES`.
-        pairs: whether any vote is on a pair.
+        pairs, alone: whether any vote is on a pair, and on a single image.
     """
 
     keys: Mapping[str, int]
@@ -103,6 +103,7 @@ class Features:
     statistics: int | None = None
     share: float = 1.0
     pairs: bool = True
+    alone: bool = False
 
     @cached_property
     def _centred(self) -> Floats:
@@ -127,8 +128,10 @@ class Features:
 
     @cached_property
     def directions(self) -> Floats:
-        """[D, C] orthonormal: a penalty on w is the same in them as in the scaled features."""
-        _, sizes, rows = np.linalg.svd(self._centred * self.scale, full_matrices=False)
+        """[D, C] orthonormal: a penalty on w is the same in them as in the scaled features. Those of differences within
+        examples are blind to an example of one image, which a vote on it alone is not."""
+        differences = self.values - self.values.mean(axis=0) if self.alone else self._centred
+        _, sizes, rows = np.linalg.svd(differences * self.scale, full_matrices=False)
         return rows[: min(_MOST_COMPONENTS, int((sizes > 1e-6 * sizes[0]).sum()) or 1)].T
 
     @cached_property
@@ -222,7 +225,8 @@ def folds_of(votes: Sequence[Vote]) -> NDArray[np.intp]:
 
 def _variants(features: Features, votes: Sequence[Vote]) -> Mapping[float, Features]:
     """The features with each share of `SHARES`; statistics alone have one."""
-    features = replace(features, pairs=any(vote.right is not None for vote in votes))
+    pairs = {vote.right is not None for vote in votes}
+    features = replace(features, pairs=True in pairs, alone=False in pairs)
     shares = (1.0,) if features.statistics is None else SHARES
     return {share: replace(features, share=share) for share in shares}
 
@@ -295,6 +299,13 @@ def _agreement(held: Floats, found: Choices, decided: NDArray[np.bool_]) -> floa
     return float((((held[:, 0] > held[:, 1]) == (found.answers == 0))[decided]).mean())
 
 
+def _interval(of: Callable[[NDArray[np.intp]], Mapping[str, float]], units: int, least: int) -> tuple[float, float]:
+    """The interval of the one measure of `of`; all values where `least`, examples of an answer, is too small for any:
+    samples of few that agree all agree, too."""
+    found = bootstrap_intervals(units, of) if least >= MIN_EXAMPLES else {}
+    return next(iter(found.values()), (0.0, 1.0))
+
+
 def _share(agrees: NDArray[np.bool_], examples: NDArray[np.str_]) -> Measured | None:
     """A share of votes; the interval samples examples, because the votes of one are not independent."""
     if not len(agrees):
@@ -304,7 +315,7 @@ def _share(agrees: NDArray[np.bool_], examples: NDArray[np.str_]) -> Measured | 
     def of(drawn: NDArray[np.intp]) -> Mapping[str, float]:
         return {"share": float(agrees[np.concatenate([rows[i] for i in drawn])].mean())}
 
-    low, high = bootstrap_intervals(len(rows), of).get("share", (0.0, 1.0))
+    low, high = _interval(of, len(rows), len(rows))
     return Measured(float(agrees.mean()), low, high, len(agrees))
 
 
@@ -325,7 +336,7 @@ def _ranking(
 
     if not len(rows) or not (whole := of(range(len(rows)))):
         return None
-    low, high = bootstrap_intervals(len(rows), of).get("ranking", (0.0, 1.0))
+    low, high = _interval(of, len(rows), min(len({*examples[good].tolist()}), len({*examples[~good].tolist()})))
     return Measured(whole["ranking"], low, high, len(scores))
 
 

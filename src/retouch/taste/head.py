@@ -83,9 +83,10 @@ def read_taste(path: Path, option: str = "path") -> TasteFile:
     try:
         with safe_open(path, "numpy") as file:
             told = file.metadata() or {}
+            if (version := told.get("format")) != _FORMAT:
+                old = "; fit again" if str(version).startswith(_FORMAT.split()[0]) else ""
+                raise ValueError(f"its format is {version!r}; expected {_FORMAT!r}{old}")
             weights, *votable = (file.get_tensor(name).astype(np.float64) for name in _TENSORS)
-        if told.get("format") != _FORMAT:
-            raise ValueError(f"its format is {told.get('format')!r}; expected {_FORMAT!r}")
         threshold, noise, reach = (float(told[name]) for name in ("threshold", "noise", "reach"))
         numbers = np.concatenate([weights, *map(np.ravel, votable), [threshold, noise, reach]])
         if weights.ndim != 1 or not np.isfinite(numbers).all():

@@ -112,8 +112,9 @@ def features_of(
 
 
 def _refusal(quality: Quality, votes: int) -> str:
-    found = quality.accuracy or quality.ranking
-    least = "" if found is None else f": held-out accuracy {found}, which contains .5"
+    named = {"accuracy": quality.accuracy, "ranking": quality.ranking}
+    found = " and ".join(f"{name} {one}" for name, one in named.items() if one is not None)
+    least = f": held-out {found}, which may be .5" if found else ""
     advice = "vote on more examples"
     if quality.consistency is not None and quality.consistency.high < 0.7:
         advice = "the voter's own repeated answers differ in most cases: vote on one quality at a time"

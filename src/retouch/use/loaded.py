@@ -119,7 +119,7 @@ def _missing(cache: EmbeddingCache, model: Model, items: Collection[ItemFiles], 
     for item in items if model.reference_encoder else ():
         reference = read_item(item, section)[0].reference  # it may be a part of an image
         if reference is not None and not cache.has_reference(reference):
-            return f"no entry for the reference of item {item.id}"
+            return f"no entry for the reference of {item.where}"
     return None
 
 

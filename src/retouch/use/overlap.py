@@ -29,14 +29,14 @@ def seen_in_training(config: RunConfig, dataset: Dataset, option: str) -> list[I
     seen = trained_on(dataset, *training, with_prompt=edits)
     if seen:
         logger.warning(
-            "%s: %s trained on %d of %d examples (the first: %d): its data or warmup_data have the same image%s "
+            "%s: %s trained on %d of %d examples (the first: %s): its data or warmup_data have the same image%s "
             "(or, without images, the same prompt); the scores are not held-out scores; split the data with "
             "`retouch data split`",
             option,
             config.name,
             len(seen),
             len(dataset),
-            seen[0].id,
+            seen[0].where,
             " with the same prompt" if edits else "",
         )
     return seen

@@ -91,5 +91,5 @@ def label_of(item: ItemFiles) -> bool:
     given = item.metadata.get("label")
     label = LABELS.get(str(given).strip().lower())
     if label is None:
-        raise DataError(f"data: example {item.id} has label {given!r}; expected good or bad (or true, false, 1, 0)")
+        raise DataError(f"data: {item.where} has label {given!r}; expected good or bad (or true, false, 1, 0)")
     return label

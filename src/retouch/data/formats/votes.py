@@ -47,7 +47,7 @@ class VotesData(ImageSection):
         items = (
             ItemFiles(
                 number, vote.left.prompt, vote.left.source, target_path=first[vote.left.example].image,
-                metadata={} if vote.left.text is None else {"text": vote.left.text},
+                metadata={} if vote.left.text is None else {"text": vote.left.text}, name=_name(vote),
             )
             for number, vote in enumerate(votes)
         )  # fmt: skip
@@ -62,9 +62,7 @@ class VotesData(ImageSection):
         wrong = replaced(image for vote in votes for image in vote.images)
         found = [(vote, k, *part) for vote in votes for k, part in enumerate(parts(vote))]
         return [
-            item_or_error(
-                f"vote {vote.number} of {vote.voter}", _item, image, id_of(vote, k), more, {*vote.images} & wrong
-            )
+            item_or_error(name := _name(vote), _item, name, image, id_of(vote, k), more, {*vote.images} & wrong)
             for vote, k, image, more in found
         ]
 
@@ -75,6 +73,10 @@ class VotesData(ImageSection):
         yield win, {"win_path": win.image, "lose_path": lose.image}
         if self.source_is_rejected and win.source is not None:
             yield win, {"win_path": win.image, "lose_path": win.source}
+
+
+def _name(vote: Vote) -> str:
+    return f"vote {vote.number} of {vote.voter}"
 
 
 def id_of(vote: Vote, part: int) -> int:
@@ -101,7 +103,7 @@ def _labels(vote: Vote) -> Iterator[tuple[VotedImage, dict[str, Any]]]:
         yield image, {"target_path": image.image, "target": "file", "metadata": {"label": label}}
 
 
-def _item(image: VotedImage, number: int, more: dict[str, Any], wrong: set[VotedImage]) -> ItemFiles:
+def _item(name: str, image: VotedImage, number: int, more: dict[str, Any], wrong: set[VotedImage]) -> ItemFiles:
     for other in wrong:
         raise DataError(f"{other.image}: {REPLACED}")
     if not image.prompt:
@@ -109,6 +111,7 @@ def _item(image: VotedImage, number: int, more: dict[str, Any], wrong: set[Voted
     text = {} if image.text is None else {"text": image.text}
     metadata = {**text, **more.pop("metadata", {})}
     # its mask is white where to repaint, as the reward reads it, whatever the data were that it comes from
+    made = image.mask is not None
     return ItemFiles(
-        number, image.prompt, image.source, image.mask, metadata=metadata, mask_is_made=image.mask is not None, **more
+        number, image.prompt, image.source, image.mask, metadata=metadata, mask_is_made=made, name=name, **more
     )

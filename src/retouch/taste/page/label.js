@@ -1,6 +1,6 @@
 "use strict";
 const by = (id) => document.getElementById(id);
-const PAIR = [["left", "Left", "←", ["ArrowLeft", "1"]], ["right", "Right", "→", ["ArrowRight", "2"]],
+const PAIR = [["left", "Left", "←", ["ArrowLeft", "1"], "Upper"], ["right", "Right", "→", ["ArrowRight", "2"], "Lower"],
   ["tie", "Tie", "t", ["t", "ArrowUp"]], ["both_bad", "Both bad", "b", ["b", "ArrowDown"]]];
 const ALONE = [["good", "Good", "→", ["ArrowRight", "g", "1"]], ["bad", "Bad", "←", ["ArrowLeft", "b", "2"]]];
 const shows = { outline: false, source: false };
@@ -47,13 +47,14 @@ async function draw() {
   await Promise.allSettled(sides.flatMap((one) => [...one.querySelectorAll("img")].map((shown) => shown.decode())));
   by("sides").replaceChildren(...sides);
   by("answers").replaceChildren(
-    ...answers().map(([name, label, key]) => button(label, key, () => choose(name), name)),
+    ...answers().map(([name, label, key, , stacked]) => button(label, key, () => choose(name), name, stacked)),
     button("Undo", "u", () => ask("undo", {}), "undo"));
   for (const id of ["answers", "keys"]) by(id).hidden = false;
 }
 
-function button(label, key, press, name) {
-  const made = element("button", { type: "button", onclick: press }, `${label} `, element("kbd", { textContent: key }));
+function button(label, key, press, name, stacked = label) {
+  const names = [["beside", label], ["stacked", stacked]].map(([className, textContent]) => element("span", { className, textContent }));
+  const made = element("button", { type: "button", onclick: press }, ...names, " ", element("kbd", { textContent: key }));
   made.dataset.answer = name;
   return made;
 }
@@ -68,6 +69,12 @@ function side(image, place) {
   if (shows.outline && image.masked) frame.append(element("img", { className: "over", alt: "", src: `outline/${image.number}` }));
   return element("figure", {}, frame);
 }
+
+// On a narrow page, or at full size, one image is above the other.
+new ResizeObserver(() => {
+  const [one, other] = by("sides").children;
+  document.body.classList.toggle("stacked", Boolean(other) && other.offsetTop > one.offsetTop);
+}).observe(by("sides"));
 
 function choose(answer) { if (state.question) ask("answer", { question: state.question, answer }); }
 
