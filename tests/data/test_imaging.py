@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from retouch.imaging.fitting import Fit, MaskCrop, fit_size, resize
 from retouch.imaging.lines import folded
 from retouch.imaging.masks import Box, paste_back
 from retouch.imaging.masks import box_mask as mask_of_box
-from retouch.imaging.reading import image_size, open_image, packed, to_rgb
+from retouch.imaging.reading import image_size, open_image, opened, packed, to_rgb
 from retouch.rewards.text_distance import edit_distance, text_similarity
 
 from .conftest import box_mask, picture, pixels
@@ -385,3 +386,26 @@ def test_a_text_that_pillow_does_not_unpack_is_a_problem_of_the_file(
     Image.new("RGB", (2, 2)).save(tmp_path / "a.png", pnginfo=texts)
     with pytest.raises(ImageProblem, match=r"a\.png: Pillow does not read it .*; save it again without its texts"):
         read(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("read", [open_image, read_file_image])
+def test_a_text_after_the_pixels_is_a_problem_of_the_file(read: Callable[[Path], object], tmp_path: Path) -> None:
+    Image.new("RGB", (2, 2)).save(tmp_path / "a.png")
+    data = (tmp_path / "a.png").read_bytes()
+    body = b"zTXtworkflow\0\0" + zlib.compress(b"x" * (MAX_TEXT_CHUNK + 1))
+    chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+    (tmp_path / "a.png").write_bytes(data[:-12] + chunk + data[-12:])
+    with pytest.raises(ImageProblem, match="save it again without its texts"):
+        read(tmp_path / "a.png")
+
+
+def test_a_level_that_is_no_number_is_a_problem_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.pgm").write_bytes(b"P2 2 1 255 0 x")
+    with pytest.raises(ImageProblem, match=r"a\.pgm: Pillow does not read it \(.*\); replace the file"):
+        open_image(tmp_path / "a.pgm")
+
+
+def test_an_error_of_the_caller_is_no_problem_of_the_file(tmp_path: Path) -> None:
+    Image.new("RGB", (2, 2)).save(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"^other$"), opened(tmp_path / "a.png"):
+        raise ValueError("other")

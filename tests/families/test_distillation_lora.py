@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from retouch.adapters.trainee import make_trainable
 from retouch.families.base import DistillationLora, TrainLora
 from retouch.families.diffusion import pack
 from retouch.families.loading import ModelFilesError, load_model
+from retouch.families.qwen.distillation import _read  # pyright: ignore[reportPrivateUsage]
 from retouch.families.qwen_image.model import (
     NEGATIVE,
     QwenImage,
@@ -156,3 +159,23 @@ def test_a_lora_of_another_network_is_one_message(change: Any, message: str, fol
         save_file({n: t.contiguous() for n, t in change(diffusers_layout(factors(folder))).items()}, path)
     with pytest.raises(ModelFilesError, match=message):
         opened(folder, DistillationLora(path=str(path)))
+
+
+@pytest.mark.parametrize("chosen", ["sound", "dora"])
+def test_the_file_that_diffusers_chooses_is_searched_for_a_dora(chosen: str, tmp_path: Path) -> None:
+    """Of several, that with the usual name."""
+    sound = {"transformer.transformer_blocks.0.attn.to_q.lora_B.weight": torch.ones(2, 2)}
+    for name, tensors in (("sound", sound), ("dora", {**sound, **_magnitudes(sound)})):
+        save_file(tensors, tmp_path / f"{'pytorch_lora_weights' if name == chosen else 'a'}.safetensors")
+    refusal = pytest.raises(ModelFilesError, match=r"pytorch_lora_weights.*of a DoRA")
+    with refusal if chosen == "dora" else nullcontext():
+        assert _read(DistillationLora(path=str(tmp_path)))[0].keys() == sound.keys()
+
+
+def test_a_file_of_the_hub_that_is_not_kept_is_not_searched_for_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"x.dora_scale": torch.ones(2)}, tmp_path / "a.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(QwenImageLoraLoaderMixin, "lora_state_dict", lambda *_, **__: ({}, None))
+    assert _read(DistillationLora(path="owner/name", weight_name="a.safetensors")) == ({}, None)

@@ -14,6 +14,7 @@ import time
 import tracemalloc
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -508,16 +509,71 @@ def test_a_cache_that_is_in_use_stays(tmp_path: Path, monkeypatch: pytest.Monkey
     cache = ScoreCache(path)
     cache.put({b"k": Score(0.5)})
     cache.close()
-    connect = sqlite3.connect
-    monkeypatch.setattr(cache_module, "_TRIES", 1)
-    monkeypatch.setattr(sqlite3, "connect", lambda *given, **options: connect(*given, **{**options, "timeout": 0.01}))
-    with contextlib.closing(connect(path)) as other:
+    monkeypatch.setattr(cache_module, "_WAIT_S", 0.0)
+    monkeypatch.setattr(cache_module, "_PAUSE_S", 0.01)
+    with contextlib.closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA locking_mode = EXCLUSIVE")
         other.execute("DELETE FROM scores WHERE key = x'00'")
         with pytest.raises(sqlite3.OperationalError, match="locked"):
             ScoreCache(path).get([b"k"])
     assert list(ScoreCache(path).get([b"k"])) == [b"k"]
     assert not path.with_name("scores.sqlite.broken").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "waited"),
+    [
+        (sqlite3.SQLITE_BUSY, 30), (sqlite3.SQLITE_BUSY_SNAPSHOT, 30), (sqlite3.SQLITE_LOCKED, 30),
+        (sqlite3.SQLITE_READONLY, 0), (sqlite3.SQLITE_FULL, 0),
+    ],
+)  # fmt: skip
+def test_a_cache_in_use_is_waited_for_30_s_and_no_other_error(
+    code: int, waited: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each attempt at a file that is locked exclusively lasts sqlite's whole timeout."""
+    clock = [0.0]
+
+    class Held:
+        def __init__(self, path: Path, timeout: float, **options: Any) -> None:
+            self.timeout, self.close = timeout, lambda: None
+
+        def execute(self, statement: str) -> None:
+            error = sqlite3.OperationalError("of the disk")
+            error.sqlite_errorcode = code
+            clock[0] += self.timeout if waited else 0.0
+            raise error
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(sqlite3, "connect", Held)
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    with caplog.at_level("INFO"), pytest.raises(sqlite3.OperationalError, match="of the disk"):
+        ScoreCache(tmp_path / "scores.sqlite").get([b"k"])
+    assert clock[0] == pytest.approx(waited, abs=0.5)
+    assert caplog.text.count("is in use by another process; waiting for up to 30 s") == bool(waited)
+
+
+def test_a_broken_cache_that_another_process_replaced_is_not_moved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "scores.sqlite"
+    path.write_bytes(b"not a database" * 400)
+    first, second, connect = ScoreCache(path), ScoreCache(path), ScoreCache._connect
+
+    def between(cache: ScoreCache) -> sqlite3.Connection:
+        """The first process replaces the file after the second has found it broken."""
+        try:
+            return connect(cache)
+        except sqlite3.DatabaseError:
+            if cache is second and not path.with_name("scores.sqlite.broken").exists():
+                first.put({b"a": Score(0.5)})
+            raise
+
+    monkeypatch.setattr(ScoreCache, "_connect", between)
+    second.put({b"b": Score(0.25)})
+    assert first.get([b"a", b"b"]) == second.get([b"a", b"b"]) == {b"a": Score(0.5), b"b": Score(0.25)}
+    assert path.with_name("scores.sqlite.broken").read_bytes() == b"not a database" * 400
 
 
 # --- statistics ---

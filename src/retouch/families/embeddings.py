@@ -67,7 +67,8 @@ class EmbeddingCache:
         added: new entries by kind: "prompts", "references", "images".
 
     Raises:
-        ConfigError: no such cache, or one of another model: stale.
+        ConfigError: no such cache, or one of another model: stale; to fill it, also one without a record of the
+            processor.
     """
 
     def __init__(self, folder: Path, model: Model, *, create: bool = False) -> None:
@@ -85,7 +86,8 @@ class EmbeddingCache:
             value, made = now.get(name), self._made_with.get(name)
             # encoders that are not here any more cannot have changed, and a run may need none of references
             unused = value is None and (name.endswith("_files") or name.startswith("image_encoder"))
-            unused |= name == _PROCESSOR and name not in self._made_with  # which earlier versions did not record
+            # earlier versions did not record it; their entries are read, but new ones would not depend on it
+            unused |= name == _PROCESSOR and name not in self._made_with and not create
             if value != made and not unused:
                 raise ConfigError(
                     f"model.embeddings: {folder} was made with {name} {made!r}, but now it is {value!r}; run `retouch "

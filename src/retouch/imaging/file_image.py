@@ -24,7 +24,7 @@ from PIL.PngImagePlugin import PngInfo
 from retouch.imaging.colour_profiles import is_srgb, transform_of
 from retouch.imaging.masks import Box, Pixels, mask_weights
 from retouch.imaging.png import resolution_of
-from retouch.imaging.reading import PackedImage, as_shown, grey_words, open_image, opened, raw_mode
+from retouch.imaging.reading import PackedImage, as_shown, call_pillow, grey_words, open_image, opened, raw_mode
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +114,9 @@ def read_file_image(path: Path | PackedImage) -> FileImage:
         ImageProblem: as `open_image`.
     """
     with opened(path) as image:
-        raw, turned = raw_mode(image), image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
-        image.load()
+        raw = raw_mode(image)
+        turned = call_pillow(image.getexif).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+        call_pillow(image.load)
         words = _words(path, image, raw)
         profile, about = image.info.pop("icc_profile", None) or None, _about(image, turned=turned)
         values = words if words is not None or image.mode in _NOT_IN_PNG else _channels(as_shown(image))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +91,7 @@ def opened(path: Path | PackedImage) -> Iterator[Image.Image]:
         # A path alone would let Pillow map an uncompressed file into memory, which it does in a wrong size where a TIFF
         # lies on its side.
         stream = io.BytesIO(path.read()) if isinstance(path, PackedImage) else path.open("rb")
-        with stream, Image.open(stream) as image:
+        with stream, call_pillow(lambda: Image.open(stream)) as image:
             if image.format in _PROGRAMS:
                 raise ImageProblem(f"{path}: {image.format}, a program for a printer; convert it to PNG or JPEG")
             # Pillow scales the levels of a PNG of 2 or 4 bits to 0 to 255, but not its transparent grey.
@@ -109,8 +109,24 @@ def opened(path: Path | PackedImage) -> Iterator[Image.Image]:
         raise ImageProblem(f"{path}: damaged image ({error}); replace the file") from None
     except Image.DecompressionBombError as error:
         raise ImageProblem(f"{path}: too large ({error}); scale it down first") from None
-    except ValueError as error:  # of texts that are stored compressed
-        raise ImageProblem(f"{path}: Pillow does not read it ({error}); save it again without its texts") from None
+    except _PillowError as error:
+        remedy = "save it again without its texts" if "MAX_TEXT" in str(error) else "replace the file"
+        raise ImageProblem(f"{path}: Pillow does not read it ({error}); {remedy}") from None
+
+
+_Result = TypeVar("_Result")
+
+
+class _PillowError(ValueError):
+    """A ValueError of Pillow about a file: a text that is too long, a level of a plain PPM that is no number."""
+
+
+def call_pillow(read: Callable[[], _Result]) -> _Result:
+    """`read()` of what is in the file of an image; within `opened`, its ValueError becomes an ImageProblem."""
+    try:
+        return read()
+    except ValueError as error:
+        raise _PillowError(str(error)) from error
 
 
 def image_size(path: Path | PackedImage) -> tuple[int, int]:
@@ -122,7 +138,7 @@ def image_size(path: Path | PackedImage) -> tuple[int, int]:
     with opened(path) as image:
         if image.format == "TIFF":  # Pillow turns some of them when they are decoded
             return as_shown(image).size
-        turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
+        turned = call_pillow(image.getexif).get(ExifTags.Base.Orientation, 1) in _ON_ITS_SIDE
         return (image.height, image.width) if turned else image.size
 
 
@@ -148,7 +164,7 @@ def _require_levels(image: Image.Image, name: str) -> None:
         raise ImageProblem(f"{name}: holds floating-point values; convert it to an 8-bit PNG or JPEG")
     unsigned = image.mode != "I" and image.format == "TIFF"
     if image.mode.startswith("I") and not unsigned and image.format not in _SCALED:  # a mask of 0 and 1, or 65535?
-        low, high = image.getextrema()
+        low, high = call_pillow(image.getextrema)
         raise ImageProblem(
             f"{name}: holds integers of unknown scale (signed, of 32 bits, or of a format that states none), "
             f"values {low} to {high}; convert it to an 8-bit PNG or JPEG, values 0 to 255"
@@ -161,8 +177,8 @@ def as_shown(image: Image.Image) -> Image.Image:
     key = image.info.get("transparency")
     if isinstance(key, tuple) and raw_mode(image) == "RGB;16B":  # Pillow keeps the high bytes alone of its values
         image.info["transparency"] = tuple(level >> 8 for level in key)
-    image.load()
-    upright = ImageOps.exif_transpose(image)
+    call_pillow(image.load)
+    upright = call_pillow(lambda: ImageOps.exif_transpose(image))
     if upright.mode.startswith("I"):  # 16 bits: Pillow's own conversion clips all but the darkest 255 levels to white
         levels = grey_words(image)
         grey = Image.fromarray((levels >> 8).astype(np.uint8), "L")

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diffusers.loaders.lora_base import _best_guess_weight_name  # pyright: ignore[reportPrivateUsage]
 from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
+from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from retouch.errors import first_line
 from retouch.families.loading import ModelFilesError
-from retouch.files.hub import snapshot
 
 if TYPE_CHECKING:
     from retouch.families.base import DistillationLora
@@ -49,32 +50,33 @@ def _read(lora: DistillationLora) -> tuple[dict[str, Tensor], dict[str, Any] | N
     path = str(local) if local.exists() else lora.path
     loader: Any = QwenImageLoraLoaderMixin
     try:
-        found = loader.lora_state_dict(path, weight_name=lora.weight_name, return_lora_metadata=True)
+        name = lora.weight_name or _best_guess_weight_name(path)
+        found = loader.lora_state_dict(path, weight_name=name, return_lora_metadata=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelFilesError(
             f"model.distillation_lora.path: given {lora.path!r}, which cannot be read as a LoRA of Qwen-Image: "
             f"{first_line(error)}; give a hub id, folder or file, and set weight_name where there are several files"
         ) from None
-    _refuse_dora(lora, local if local.exists() else Path(snapshot(lora.path) or ""))
+    file = local
+    if name and not local.is_file():
+        file = local / name if local.is_dir() else try_to_load_from_cache(path, name)
+    _refuse_dora(file)
     return found
 
 
-def _refuse_dora(lora: DistillationLora, place: Path) -> None:
+def _refuse_dora(file: object) -> None:
     """Refuse magnitudes of DoRA, which diffusers leaves out: the rest merges into other weights than were distilled.
 
     Args:
-        place: the file of the LoRA, or its folder.
+        file: of the LoRA; no check where it is not a path of safetensors.
     """
-    named = place / lora.weight_name if lora.weight_name and place.is_dir() else place
-    for file in [named] if named.is_file() else place.glob("*.safetensors"):
-        if file.suffix != ".safetensors":
-            continue
-        with safe_open(file, "pt") as opened:
-            if scale := next((name for name in opened.keys() if "dora_scale" in name), None):  # noqa: SIM118
-                raise ModelFilesError(
-                    f"model.distillation_lora.path: {file} holds {scale}, of a DoRA, which is not supported; give a "
-                    "LoRA"
-                )
+    if not str(file).endswith(".safetensors"):
+        return
+    with safe_open(str(file), "pt") as opened:
+        if scale := next((name for name in opened.keys() if "dora_scale" in name), None):  # noqa: SIM118
+            raise ModelFilesError(
+                f"model.distillation_lora.path: {file} holds {scale}, of a DoRA, which is not supported; give a LoRA"
+            )
 
 
 def _require_modules(network: nn.Module, tensors: Mapping[str, Tensor], lora: DistillationLora) -> None:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from filelock import FileLock
+
 from retouch.files import plain_json
 from retouch.files.disk import require_no_link
 from retouch.rewards.protocol import PICTURES, Pixels, RewardItem
@@ -26,8 +28,11 @@ _TABLE = "CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, value REAL NO
 _PARTS = ("", "-wal", "-shm", "-journal")
 """Endings of the files of a database: a write-ahead log would be played back into a new file of its name."""
 
-_TRIES, _PAUSE_S = 50, 0.1
-"""Attempts to open a file that several processes make at the same moment, and seconds between two."""
+_LOCK = ".lock"
+"""Ending of the file that is locked while one that is no database is replaced."""
+
+_WAIT_S, _PAUSE_S = 30.0, 0.1
+"""Seconds to wait for a file that another process holds; seconds between two attempts to open it."""
 
 
 class ScoreCache:
@@ -38,7 +43,7 @@ class ScoreCache:
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if a link or a pipe is in the place of one of its files."""
-        for ending in _PARTS:
+        for ending in (*_PARTS, _LOCK):
             require_no_link(path.with_name(path.name + ending))
         self.path = path
         self._lock = threading.Lock()
@@ -83,30 +88,45 @@ class ScoreCache:
                 self._connection = self._connect()
             except sqlite3.OperationalError:  # locked, or an error of the disk: its scores may have had a price
                 raise
-            except sqlite3.DatabaseError as error:
-                aside = self.path.with_suffix(self.path.suffix + ".broken")
-                logger.warning("%s is not a cache of scores (%s); it is moved to %s", self.path, error, aside)
-                for ending in _PARTS:
-                    with suppress(FileNotFoundError):
-                        self.path.with_name(self.path.name + ending).replace(aside.with_name(aside.name + ending))
-                self._connection = self._connect()
+            except sqlite3.DatabaseError:
+                self._connection = self._replace()
             self._pid = os.getpid()
         return self._connection
 
+    def _replace(self) -> sqlite3.Connection:
+        """Move a file that is no database and open a new one, unless another process did since."""
+        with FileLock(self.path.with_name(self.path.name + _LOCK), fallback_to_soft=False):
+            try:
+                return self._connect()
+            except sqlite3.OperationalError:
+                raise
+            except sqlite3.DatabaseError as error:
+                aside = self.path.with_suffix(self.path.suffix + ".broken")
+                logger.warning("%s is not a cache of scores (%s); it is moved to %s", self.path, error, aside)
+                for ending in reversed(_PARTS):  # the database last: until then, no process makes a new one
+                    with suppress(FileNotFoundError):
+                        self.path.with_name(self.path.name + ending).replace(aside.with_name(aside.name + ending))
+            return self._connect()
+
     def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self.path, timeout=30, check_same_thread=False)
-        for left in reversed(range(_TRIES)):
+        connection = sqlite3.connect(self.path, timeout=_PAUSE_S, check_same_thread=False)
+        start, waits = time.monotonic(), False
+        while True:  # sqlite itself does not wait for another process that sets the journal mode
             try:
                 connection.execute("PRAGMA journal_mode = WAL")
-                break
-            except sqlite3.OperationalError:  # sqlite itself does not wait for another process that sets it
-                if not left:
+                connection.execute("PRAGMA synchronous = NORMAL")
+                connection.execute(_TABLE)
+                connection.execute(f"PRAGMA busy_timeout = {round(1000 * _WAIT_S)}")
+                return connection
+            except sqlite3.Error as error:
+                busy = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+                if not busy or time.monotonic() - start >= _WAIT_S:
                     connection.close()
                     raise
+                if not waits:
+                    logger.info("%s is in use by another process; waiting for up to %g s", self.path, _WAIT_S)
+                waits = True
                 time.sleep(_PAUSE_S)
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute(_TABLE)
-        return connection
 
 
 def cache_key(item: RewardItem, reward: str, revision: str) -> bytes:
