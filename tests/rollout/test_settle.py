@@ -180,6 +180,33 @@ def test_a_reward_and_its_gate_need_not_succeed_in_the_same_attempt() -> None:
     assert scores.combined() == [0.8 * 0.25] * 2 and scores.failures() == [] and len(server.asked) == 2
 
 
+def failing_always(asked: Asked, number: int) -> Answer:
+    """Item 1 fails in every attempt, with a server that scores the others."""
+    return failing({1: True})(asked, 0)
+
+
+def test_an_image_that_a_sound_server_never_scores_is_lost_and_no_outage() -> None:
+    """A restart would sample it again: the run would never pass it."""
+    with FakeServer(failing_always) as server, table(server.url, timeout_s=30) as made:
+        (scores,) = settled(made, items(4), outage_wait_s=0.3)
+        assert len(server.asked) > 2
+        with pytest.raises(RewardOutage):  # alone, it may be the server's fault
+            settled(made, items(4)[1:2], outage_wait_s=0.3)
+    assert scores.values("r") == [0.0, None, 2.0, 3.0]
+    assert [(failure.code, failure.retryable) for _, failure in scores.failures()] == [("scorer_error", False)]
+
+
+def test_an_image_of_a_server_that_went_away_is_an_outage() -> None:
+    """It had scored the others."""
+    info: dict[str, Any] = {"scorers": {"r": {}}}
+    with FakeServer(failing_always, info=info) as server, table(server.url, timeout_s=30) as made:
+        pending = made.submit(items(4))
+        assert len(pending.result().failures()) == 1
+        info["scorers"].clear()
+        with pytest.raises(RewardOutage):
+            settle(made, [pending], limits(outage_wait_s=0.3))
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_request_to_stop_ends_the_wait_after_one_more_attempt(comes_back: bool) -> None:
     """A reward that failed once does not cost the rollouts of a run that is about to stop."""

@@ -193,7 +193,7 @@ class RewardRows:
 
     def signals(self, combine: str) -> list[tuple[Tensor, Tensor, float]]:
         """([N] signal, its weight, its std on one image) of each reward with a weight, or of their weighted sum if
-        `combine` is "sum" or only one reward has a weight. Advantages are computed from these.
+        `combine` is "sum_then_normalize" or only one reward has a weight. Advantages are computed from these.
 
         The signal is the value, or the win rate among the usable samples of the group, where differences within the
         std are ties. The errors of a sum are taken as independent.

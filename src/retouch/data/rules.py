@@ -1,5 +1,6 @@
 """Rules of a run that need its examples: whether they fit the model, the algorithm and each other. Each
-raises a ConfigError that names the section. Training and `retouch doctor` call them; `retouch check` opens no data."""
+raises a ConfigError that names the section. Training and `retouch doctor` call them. `retouch check` reads no examples,
+except the texts of a short list (`retouch.data.texts`)."""
 
 from __future__ import annotations
 

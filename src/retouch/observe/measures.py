@@ -103,7 +103,7 @@ _KNOWN: dict[str, dict[str, Meaning]] = {
         "positive_share": Meaning("Share of the rows with a positive weight.", least=0.02),
         "combined_std": Meaning("Standard deviation of the weighted sum within an epoch.", least=0.005),
         "zero_std_groups": Meaning(
-            "Share of the groups whose samples all have the same reward: nothing is learned from them.",
+            "Share of the groups whose samples all have the same reward, which gives no direction.",
             "lower",
             least=0.02,
         ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 STARTING_S = 60.0
 """Seconds that servers which are loading get at least, whatever `reward_client.outage_wait_s` allows running ones."""
 
-_PAUSE_S = 1.0
+_PAUSE_S, _READY_S = 1.0, 10.0
 _RUN_IMAGES = 200  # a failure rate over fewer images means little
 
 
@@ -133,20 +133,26 @@ def _outage_waited_out(
     """The scores of a batch once no server of a reward that trains is away: its images are scored again. Gates apply
     to what stays in the end: a reward and its gate need not succeed in the same attempt."""
     columns = {name: list(column) for name, column in scores.outcomes.items()}
-    started = time.monotonic()
+    started, tried = time.monotonic(), False
     deadline = started + config.outage_wait_s
     while away := _unavailable(columns, scores):
         left = deadline - time.monotonic()
         if left <= 0:
+            # An image that servers which score others never finish is lost: after each restart it would come again.
+            if tried and _scores_others(columns, scores) and not table.wait_ready(_READY_S, every_server=False):
+                for column in columns.values():
+                    column[:] = [replace(o, retryable=False) if isinstance(o, Failure) else o for o in column]
+                break
             raise RewardOutage(
                 f"rewards stayed unavailable for {time.monotonic() - started:.0f} s (reward_client.outage_wait_s = "
                 f"{config.outage_wait_s:g}): " + summary(list(away.values()))
             )
         logger.warning("rewards are unavailable, waiting up to %.0f s more: %s", left, summary(list(away.values())))
-        if not table.wait_ready(min(left, 10.0), every_server=False):
+        if not table.wait_ready(min(left, _READY_S), every_server=False):
             rows = [row for row in _with_groups(table, scores.items, away) if row not in scores.broken]
             pending = table.submit([scores.items[row] for row in rows], training=training)
             pending.wait()
+            tried = True
             again = pending.result(_logged_until(config, training), gated=False)
             for name, column in columns.items():
                 for row, outcome in zip(rows, again.outcomes[name], strict=True):
@@ -159,6 +165,17 @@ def _outage_waited_out(
                 raise RewardOutage(f"asked to stop while rewards were unavailable: {summary(list(still.values()))}")
             time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
     return replace(scores, outcomes=columns).result()
+
+
+def _scores_others(columns: Mapping[str, Sequence[Outcome]], scores: Scores) -> bool:
+    """Whether each reward that trains, or gates one, has scored some row of the batch."""
+    return all(any(isinstance(outcome, Score) for outcome in columns[name]) for name in _counting(scores))
+
+
+def _counting(scores: Scores) -> set[str]:
+    """The rewards that train, and the gates of those."""
+    trained = {name for name, weight in scores.weights.items() if weight}
+    return trained | {gate.reward for name, gate in scores.gates.items() if name in trained}
 
 
 def _logged_until(config: RewardClientConfig, training: bool) -> float | None:
@@ -175,13 +192,12 @@ def _with_groups(table: RewardTable, items: Sequence[RewardItem], rows: Collecti
 
 
 def _unavailable(columns: dict[str, list[Outcome]], scores: Scores) -> dict[int, Failure]:
-    """Row -> one of its failures, of a reward that trains or its gate, that mean a server is away, not that the item is
-    bad."""
-    gates = {gate.reward for name, gate in scores.gates.items() if scores.weights[name]}
+    """Row -> one of its failures, of a reward that counts, that mean a server is away."""
+    counting = _counting(scores)
     return {
         row: outcome
         for name, column in columns.items()
-        if scores.weights[name] or name in gates
+        if name in counting
         for row, outcome in enumerate(column)
         if isinstance(outcome, Failure) and outcome.retryable
     }
