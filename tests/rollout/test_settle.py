@@ -196,15 +196,19 @@ def test_an_image_that_a_sound_server_never_scores_is_lost_and_no_outage() -> No
     assert [(failure.code, failure.retryable) for _, failure in scores.failures()] == [("scorer_error", False)]
 
 
-def test_an_image_of_a_server_that_went_away_is_an_outage() -> None:
-    """It had scored the others."""
+def test_an_image_of_a_server_that_goes_away_is_an_outage() -> None:
+    """It has scored the others, and failed the image once more before it went."""
     info: dict[str, Any] = {"scorers": {"r": {}}}
-    with FakeServer(failing_always, info=info) as server, table(server.url, timeout_s=30) as made:
-        pending = made.submit(items(4))
-        assert len(pending.result().failures()) == 1
-        info["scorers"].clear()
+
+    def script(asked: Asked, number: int) -> Answer:
+        if number:
+            info["scorers"].clear()
+        return failing_always(asked, number)
+
+    with FakeServer(script, info=info) as server, table(server.url, timeout_s=30) as made:
         with pytest.raises(RewardOutage):
-            settle(made, [pending], limits(outage_wait_s=0.3))
+            settled(made, items(4), outage_wait_s=0.3)
+        assert len(server.asked) > 1
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
