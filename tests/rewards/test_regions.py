@@ -158,7 +158,7 @@ def test_sam_predicts_masks_of_points_and_of_masks(tmp_path: Path) -> None:
 
 def test_a_counter_joins_segmenter_and_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counter = RegionCounter(tiny_sam(tmp_path), "rapidocr", "cpu")
-    assert "rapidocr" in counter.revision and counter.revision.startswith(f"{tmp_path} fp32 local")
+    assert "rapidocr" in counter.revision and counter.revision.startswith(f"{tmp_path} fp32 ")
     monkeypatch.setattr(regions, "region_boxes", lambda image, predictor: torch.tensor([[0.0, 0, 20, 20]] * 3))
     assert counter(np.full((64, 64, 3), 127, np.uint8)) == 3
 

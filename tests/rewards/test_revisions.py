@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 import typing
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 
+from retouch.families.image_encoder import TINY
 from retouch.rewards import REWARDS
 from retouch.rewards.base import UNSCORED, PackageScorer, RewardEntry
 from retouch.rewards.client.cache import cache_key
 from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers.weights import version_of
 from retouch.types import Score
+from tests.rewards.openai_server import OpenAIServer
+from tests.rewards.test_independence import _tiny, files_of, loaded  # noqa: F401  a fixture
+from tests.tiny_models import tiny_clip
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "aesthetic_v1": {"head": "head.pth"},
@@ -113,6 +122,71 @@ def test_options_without_effect_on_scores_are_one_revision() -> None:
         one, other = (kind.model_validate({**base, **more, "scorer": name}).make() for more in ({}, known))
         heads = name in ("hpsv3", "editreward", "vlm")  # whose score is of its batch by rounding
         assert (one.spec.revision == other.spec.revision) is not heads, name
+
+
+WEIGHTS = {
+    *("path", "processor", "base", "head", "backbone", "heads", "image_encoder", "detector", "color_model"),
+    *("segmenter", "extractor"),
+}
+"""Options whose values are hub ids, folders or files with what a scorer loads."""
+
+SUFFIXES = (".safetensors", ".pt", ".pth")
+
+LOADS = [name for name in REWARDS if WEIGHTS & REWARDS[name].model_fields.keys()]
+
+
+def replace_weights(place: Path) -> None:
+    """Other weights of the same names and sizes, in a file or a folder; in one without weights, other settings."""
+    found = [place] if place.is_file() else [file for file in place.iterdir() if file.suffix in SUFFIXES]
+    for file in found or place.glob("*config.json"):
+        if file.suffix in (".pt", ".pth"):
+            torch.save(shifted(torch.load(file)), file)
+        else:
+            content = file.read_bytes()
+            file.write_bytes(content + b"\n" if file.suffix == ".json" else content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def shifted(value: Any) -> Any:
+    return {key: shifted(one) for key, one in value.items()} if isinstance(value, dict) else value + 1
+
+
+@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.usefixtures("_tiny")
+def test_other_weights_at_a_path_are_another_revision(name: str, tmp_path: Path) -> None:
+    """A link to the newest export, or a file that was written again: scores of both must not mix in a cache."""
+    given = {"style": {"gate": 0.0}, "mmmg": {"readability": "sam2"}}.get(name, {})
+    own = {"image_encoder": str(TINY)} if name == "style" else {"path": tiny_clip()}
+    files = files_of(name, given, tmp_path) or own  # the stand-in for imscore reads no file
+    options = sorted(option for option in WEIGHTS & files.keys() if files[option])
+    for option in options:
+        source, copied = Path(files[option]), tmp_path / f"copy-{option}"
+        shutil.copytree(source.parent if source.is_file() else source, copied, dirs_exist_ok=True)
+        files[option] = str(copied / source.name if source.is_file() else copied)
+    with OpenAIServer() as server:
+        seen = [loaded(name, given, files, server).spec.revision]
+        for option in options:
+            replace_weights(Path(files[option]))
+            seen.append(loaded(name, given, files, server).spec.revision)
+    assert len(set(seen)) == len(options) + 1 > 1
+
+
+def test_the_version_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a link leads, without the hidden files of tools; of a hub id the commit that was loaded."""
+    for name in ("old", "new"):
+        (tmp_path / name / ".cache").mkdir(parents=True)
+        (tmp_path / name / "model.safetensors").write_text(name)
+    latest, found = tmp_path / "latest", list[str]()
+    for name in ("old", "new", "old"):
+        (tmp_path / name / ".cache/time").write_text(str(found))
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(tmp_path / name)
+        found.append(version_of(str(latest)))
+    assert found[0] == found[2] != found[1]
+    monkeypatch.setattr("retouch.rewards.scorers.weights.snapshot", {"a/b": "/hub/snapshots/c0ffee"}.get)
+    loaded_config = SimpleNamespace(_commit_hash="5eed")
+    given = [("a/b", None), ("a/b", loaded_config), ("a/c", None)]
+    assert [version_of(*one) for one in given] == ["c0ffee", "5eed", "unknown commit"]
+    assert version_of(str(latest), loaded_config) == found[2]  # a config.json may name a commit
 
 
 class PlainReward(RewardEntry):

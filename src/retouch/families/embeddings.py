@@ -34,6 +34,7 @@ from retouch.families.offload import OffloadedNetworks
 from retouch.files import plain_json
 from retouch.files.disk import read_bounded, write_whole
 from retouch.files.hub import is_hub_id
+from retouch.files.model_files import fingerprint
 from retouch.process.plain_text import count_of
 
 if TYPE_CHECKING:
@@ -51,9 +52,6 @@ _MAKE_AGAIN = (
 
 _PROCESSOR = "processor_files"
 """Part of a model with the image processor of its text encoder, and perhaps the tokenizer."""
-
-SAMPLE = 1 << 20
-"""Bytes read at the start, in the middle and at the end of a file of weights: ten gigabytes are not read through."""
 
 
 class EmbeddingCache:
@@ -286,26 +284,6 @@ def _lora_files(lora: DistillationLora) -> list[Path]:
     named = lora.weight_name if is_hub_id(lora.path) else None
     found = try_to_load_from_cache(lora.path, named) if named else None
     return [Path(found)] if isinstance(found, str) else []
-
-
-def fingerprint(places: Sequence[Path]) -> str | None:
-    """Hash of the names and sizes of some files and those in some folders, of small ones whole and of large ones a
-    sample."""
-    # Folders of the hub's cache and copies of them lie elsewhere and have other times. Names, sizes and samples of the
-    # content are the same for both, and differ for any other weights.
-    inside = (file for place in places for file in ([place] if place.is_file() else place.rglob("*")))
-    files = sorted(file for file in inside if file.is_file())
-    if not files:
-        return None
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.parent.name}/{file.name} {size}\n".encode())
-        with file.open("rb") as stream:
-            for start in [0] if size <= 3 * SAMPLE else [0, (size - SAMPLE) // 2, size - SAMPLE]:
-                stream.seek(start)
-                digest.update(stream.read(3 * SAMPLE if size <= 3 * SAMPLE else SAMPLE))
-    return digest.hexdigest()
 
 
 def _folders(path: str, prefixes: tuple[str, ...]) -> list[Path]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 INDEX = "model_index.json"
 """The file of a pipeline folder that names its class and its parts."""
+
+
+_SAMPLE = 1 << 20
+"""Bytes read at the start, in the middle and at the end of a file of weights: ten gigabytes are not read through."""
 
 
 def component_path(path: str, family: str) -> str:
@@ -219,3 +224,23 @@ def _index(file: Path) -> dict[str, Any]:
 def tiny_path(family: str) -> Path:
     """Folder of the tiny base of a family inside the installed package."""
     return Path(str(resources.files("retouch") / "tiny" / "bases" / family))
+
+
+def fingerprint(places: Iterable[Path]) -> str | None:
+    """Hash of the names and sizes of some files and those in some folders, of small ones whole and of large ones a
+    sample."""
+    # Folders of the hub's cache and copies of them lie elsewhere and have other times. Names, sizes and samples of the
+    # content are the same for both, and differ for any other weights.
+    inside = (file for place in places for file in ([place] if place.is_file() else place.rglob("*")))
+    files = sorted(file for file in inside if file.is_file())
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.parent.name}/{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            for start in [0] if size <= 3 * _SAMPLE else [0, (size - _SAMPLE) // 2, size - _SAMPLE]:
+                stream.seek(start)
+                digest.update(stream.read(3 * _SAMPLE if size <= 3 * _SAMPLE else _SAMPLE))
+    return digest.hexdigest()

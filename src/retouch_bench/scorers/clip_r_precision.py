@@ -48,8 +48,7 @@ class ClipRPrecisionScorer(PackageScorer[ClipRPrecisionReward]):
     def load(self, device: str) -> None:
         o = self.options
         self._towers = ClipTowers(o.path, o.processor, device)
-        processor = f" as {o.processor}" if o.processor else ""
-        self.set_revision(f"clip_r_precision {self._towers.revision}{processor}")
+        self.set_revision(f"clip_r_precision {self._towers.revision}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         return [self._ranked(item) for item in items]

@@ -15,7 +15,7 @@ from PIL import Image
 
 from retouch.errors import ConfigError
 from retouch.rewards.scorers.clip import ClipTowers
-from retouch.rewards.scorers.weights import loading, train_extra
+from retouch.rewards.scorers.weights import loading, train_extra, version_of
 from retouch_bench.scorers.geneval_verdict import CLASSES, COLORS, Box, Detection
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ class Networks:
         _check_classes(detector, found.config.id2label)
         self._clip = ClipTowers(color_model, "", device, "color_model")
         self._of_colors: dict[str, Tensor] = {}
-        commit = getattr(found.config, "_commit_hash", None) or "local"
-        self.revision = f"{detector} fp32 {commit}, {self._clip.revision}"
+        self.revision = f"{detector} fp32 {version_of(detector, found.config)}, {self._clip.revision}"
 
     def detect(self, image: Image.Image) -> list[tuple[Detection, Mask]]:
         """Objects with their masks [H, W], best first; one image per forward: no score depends on others."""

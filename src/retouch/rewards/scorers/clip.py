@@ -14,7 +14,7 @@ from retouch.errors import ConfigError
 from retouch.files.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.weights import image_processor, loading, model_path, train_extra
+from retouch.rewards.scorers.weights import image_processor, loading, model_path, train_extra, version_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ class ClipTowers:
             self.pixels: Any = image_processor(inputs)
             self.tokens: Any = AutoTokenizer.from_pretrained(inputs)
         self.model: Any = model.eval().requires_grad_(False).to(device)
-        self.revision = f"{path} fp32 {getattr(model.config, '_commit_hash', None) or 'local'}"
+        prepared = f" as {processor} {version_of(processor)}" if processor else ""
+        self.revision = f"{path} fp32 {version_of(path, model.config)}{prepared}"
 
     def of_images(self, images: Sequence[Pixels]) -> Tensor:
         """[B, D] unit vectors."""
@@ -173,8 +174,7 @@ class ClipScorer(PackageScorer[ClipReward]):
     def load(self, device: str) -> None:
         o = self.options
         self._towers = ClipTowers(o.path, o.processor, device)
-        processor = f" as {o.processor}" if o.processor else ""
-        self.set_revision(f"{o.scorer} {self._towers.revision}{processor}{_key(o.text_key)}")
+        self.set_revision(f"{o.scorer} {self._towers.revision}{_key(o.text_key)}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         key = self.options.text_key

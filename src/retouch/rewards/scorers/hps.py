@@ -17,7 +17,14 @@ from retouch.errors import ConfigError
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.weights import loading, read_weights, require_all, train_extra, weights_file
+from retouch.rewards.scorers.weights import (
+    loading,
+    read_weights,
+    require_all,
+    train_extra,
+    version_of,
+    weights_file,
+)
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -107,7 +114,7 @@ class HpsV2Scorer(PackageScorer[HpsV2Reward]):
             tower.embeddings.position_ids = torch.arange(tower.embeddings.position_ids.shape[-1])[None]
         self._model = model.float().eval().requires_grad_(False).to(device)
         self._torch, self._device = torch, device
-        self.set_revision(f"hpsv2 {o.path} {version} as {o.processor}")
+        self.set_revision(f"hpsv2 {o.path} {version} as {o.processor} {version_of(o.processor)}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         batches = in_batches(items, self.options.images_per_forward)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from retouch.config.base import Count, Text
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.weights import image_processor, loading, train_extra
+from retouch.rewards.scorers.weights import image_processor, loading, train_extra, version_of
 from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Encoder:
             self._pixels: Any = image_processor(place)
         self._model: Any = model.eval().to(device)
         self._torch, self._device = torch, device
-        self.revision = f"{path} fp32 {getattr(config, '_commit_hash', None) or 'local'}"
+        self.revision = f"{path} fp32 {version_of(path, config)}"
 
     def __call__(self, images: Sequence[Pixels]) -> Tensor:
         with self._torch.inference_mode():

@@ -20,7 +20,7 @@ from retouch.files.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.reading import importlib_version
-from retouch.rewards.scorers.weights import model_path
+from retouch.rewards.scorers.weights import model_path, version_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
         require_hub("path", self.options.path)
         self._model = self._loaded(made).eval().requires_grad_(False).to(device)
         self._torch, self._device = torch, device
+        self.set_revision(f"{version_of(self.options.path)} {self.spec.revision}")
 
     def _loaded(self, kind: Any) -> Any:
         """The model with every weight from its file.

@@ -21,7 +21,14 @@ from retouch.errors import ConfigError
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
-from retouch.rewards.scorers.weights import loading, read_weights, require_all, train_extra, weights_file
+from retouch.rewards.scorers.weights import (
+    loading,
+    read_weights,
+    require_all,
+    train_extra,
+    version_of,
+    weights_file,
+)
 from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:
@@ -137,7 +144,7 @@ class HeadScorer(PackageScorer[HeadReward]):
         self._model = model.eval().to(device)
         self._heads = [{name: t.float().to(device) for name, t in head.items()} for head in heads]
         self._torch, self._device = torch, device
-        self._describe(version)
+        self._describe(version, version_of(o.base, config))
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         return [one for batch in in_batches(items, self.options.images_per_forward) for one in self._batch(batch)]
@@ -185,11 +192,11 @@ class HeadScorer(PackageScorer[HeadReward]):
         whole = before + "".join(_IMAGE * n + part for n, part in zip(cells, after, strict=True))
         return self._tokens(whole, add_special_tokens=False)["input_ids"]
 
-    def _describe(self, version: str) -> None:
+    def _describe(self, version: str, of_base: str = "") -> None:
         o = self.options
         text = json.dumps([[rubric(name) for name in o.rubrics], o.dtype, o.images_per_forward])
         digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-        self.set_revision(f"{o.scorer} {o.path} {version} base {o.base} {digest}")
+        self.set_revision(f"{o.scorer} {o.path} {version} base {o.base} {of_base} {digest}")
 
 
 def reward_states(model: Any, rows: Sequence[Sequence[int]], pixels: Tensor, grids: Tensor, token: int) -> Tensor:

@@ -17,7 +17,7 @@ from retouch.rewards.protocol import Pixels
 from retouch.rewards.scorers.mask_generation import region_boxes
 from retouch.rewards.scorers.ocr_lines import OcrLinesReward
 from retouch.rewards.scorers.reading import FoundLine
-from retouch.rewards.scorers.weights import loading, train_extra
+from retouch.rewards.scorers.weights import loading, train_extra, version_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,7 +93,7 @@ class Sam2Predictor:
         self.torch, self.device = torch, device
         self.model: Any = model.eval().requires_grad_(False).to(device)
         self.model.mask_decoder.dynamic_multimask_via_stability = False  # as MMMG builds its network
-        self.revision = f"{path} fp32 {getattr(model.config, '_commit_hash', None) or 'local'}"
+        self.revision = f"{path} fp32 {version_of(path, model.config)}"
         self.side = int(model.config.prompt_encoder_config.image_size)
         self._seen: list[Tensor] = []
         self._size = (1, 1)

@@ -19,7 +19,7 @@ from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.ocr import OcrReward
 from retouch.rewards.scorers.reading import crop_for, unusable_mask
-from retouch.rewards.scorers.weights import model_path
+from retouch.rewards.scorers.weights import model_path, version_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -79,11 +79,12 @@ class StyleScorer(PackageScorer[StyleReward]):
         Raises:
             ConfigError: no such encoder, or rapidocr is not installed.
         """
-        from retouch.families.image_encoder import ImageEncoder
+        from retouch.families.image_encoder import TINY, ImageEncoder
 
         path, variant = model_path(self.options.image_encoder), self.options.weights_variant
         self._encoder = ImageEncoder.load(path, where="image_encoder", variant=variant, resident=True)
         self._encoder.to(device)
+        self.set_revision(f"{version_of(str(TINY) if path == 'tiny' else path)} {self.spec.revision}")
         if self._reader is not None:
             self._reader.load(device)
 

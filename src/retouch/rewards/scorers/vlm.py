@@ -19,7 +19,7 @@ from retouch.config.base import Count, Text, Unit, containing
 from retouch.errors import ConfigError
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.weights import loading, train_extra
+from retouch.rewards.scorers.weights import loading, train_extra, version_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class VlmScorer(PackageScorer[VlmReward]):
                 f"path: given {self.options.path!r}: not a Qwen2.5-VL or Qwen3-VL; its tokenizer has no {_IMAGE}"
             )
         self._ids = {word: self._variants(word) for word in _VALUES[self.options.mode]}
-        self._describe(getattr(model.config, "_commit_hash", None) or "local")
+        self._describe(version_of(self.options.path, model.config))
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         return [one for batch in in_batches(items, self.options.images_per_forward) for one in self._batch(batch)]

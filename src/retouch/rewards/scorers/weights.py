@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from retouch.errors import ConfigError, first_line, why_unreadable
 from retouch.files.disk import expanded
-from retouch.files.hub import is_hub_id, require_hub
+from retouch.files.hub import is_hub_id, require_hub, snapshot
+from retouch.files.model_files import fingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,8 +69,25 @@ def file_digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
 
 
+def version_of(path: str, config: Any = None) -> str:
+    """The version of what a path holds, for revisions: a digest of a file, or of the files of a folder; the commit of a
+    hub id.
+
+    Args:
+        config: that of the loaded model, where transformers records the commit; without one, the commit is the newest
+            in the cache, which was loaded just now.
+    """
+    place = expanded(path)
+    if place.exists():
+        # hidden files are those of tools: hf writes the time of the download
+        files = (file for file in place.rglob("*") if not any(p[0] == "." for p in file.relative_to(place).parts))
+        return (fingerprint([place] if place.is_file() else files) or "empty")[:12]
+    commit = getattr(config, "_commit_hash", None) or Path(snapshot(path) or "unknown commit").name
+    return str(commit)
+
+
 def weights_file(path: str, names: Sequence[str], revision: str = "main") -> tuple[Path, str]:
-    """The file of weights that a path means, and what identifies its version: the commit of the hub, or "local".
+    """The file of weights that a path means, and what identifies its version: the commit of the hub, or a digest.
 
     Args:
         path: a file, a folder with one of the files `names`, or a hub id with one of them.
@@ -80,7 +98,7 @@ def weights_file(path: str, names: Sequence[str], revision: str = "main") -> tup
     """
     given = expanded(path)
     if given.is_file():
-        return given, "local"
+        return given, version_of(path)
     listed = " or ".join(names)
     if not is_hub_id(path):
         found = next((given / name for name in names if (given / name).is_file()), None)
@@ -88,7 +106,7 @@ def weights_file(path: str, names: Sequence[str], revision: str = "main") -> tup
             raise ConfigError(
                 f"path: given {path!r}, which has no {listed}; set a file, a folder with one, or a hub id"
             )
-        return found, "local"
+        return found, version_of(str(found))
     require_hub("path", path)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
