@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers.ocr import OcrReward
+from retouch.rewards.scorers.openai_judge import OpenAIJudgeReward
 from retouch.rewards.scorers.pairing import Preference
 from retouch.rewards.scorers.pairwise import PairwiseReward
 from retouch.tiny.signs import draw_words, write_signs
 from retouch.types import Example
+from retouch.use.comparison import _scoring
 from retouch.use.duels import pair_judges, win_rate_lines, win_rate_of, win_rates
 from tests.command_line import retouch
 from tests.rewards.openai_server import KEY, OpenAIServer, pictures, text_of
@@ -75,6 +78,21 @@ def test_a_pair_without_an_answer_is_missing() -> None:
         assert (told["pairs"], told["missing"]) == (4, 2)
         server.breaks = lambda asked: 400 if "wall" in text_of(asked) else 0
         assert win_rates(judges, RESULTS, EXAMPLES, [("base", "newest")]) == {}
+
+
+def test_win_rates_count_in_the_budget_of_the_run(tmp_path: Path) -> None:
+    with OpenAIServer() as server:
+        judges = {"better": entry(server, budget_requests=14)}  # a first question, and six pairs in both orders
+        first, again = (win_rates(judges, RESULTS, EXAMPLES, [("base", "newest")], tmp_path) for _ in range(2))
+        assert first["newest over base"]["better"]["pairs"] == 6 and again == {} and len(server.asked) == 14
+
+
+def test_rewards_of_an_evaluation_count_in_the_budget_of_the_run(tmp_path: Path) -> None:
+    with OpenAIServer() as server:
+        judge = OpenAIJudgeReward(model="judge", address=server.url)
+        with _scoring({"mine": judge}, RewardClientConfig(), tmp_path):
+            pass
+    assert (tmp_path / "judge-spending/mine.d").is_dir()
 
 
 def test_the_judge_gets_the_crop_and_the_source() -> None:

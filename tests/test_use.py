@@ -441,6 +441,13 @@ def test_the_weights_of_the_curves_are_those_that_eval_takes(
     assert (means("--raw"), means("--ema")) == (raw, average)
 
 
+def test_weights_are_found_with_the_run_directory_where_judges_count(finished: Finished) -> None:
+    run = finished("full")
+    assert Trained.find(run, None, None, None).run == run
+    assert Trained.find(run, None, run / "checkpoints/step-000004", None).run == run
+    assert Trained.find(None, run / "config.yaml", None, None).run is None
+
+
 def test_averaged_weights_that_a_checkpoint_has_not_are_no_others(finished: Finished, tmp_path: Path) -> None:
     newest = shutil.copytree(finished("full") / "checkpoints/step-000004", tmp_path / "step-000004")
     shutil.rmtree(newest / "ema")

@@ -25,8 +25,10 @@ from retouch.config import ConfigError
 from retouch.rewards.addresses import name_of
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.judge_budget import SPENDING_VARIABLE
 from retouch.rewards.server import worker as worker_module
 from retouch.rewards.server.launch import ServeOptions, parse_devices, serve
+from retouch.rewards.server.supervisor import Supervisor
 from retouch.types import Failure, Score
 from tests.rewards import test_launch
 from tests.rewards.fakes import HANG_S, brightness, freeze, item, items, until, values
@@ -120,6 +122,20 @@ def test_a_front_that_cannot_start_ends_the_command(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(ConfigError, match=r"ends as soon as it is started \(exit code 1\)"):
         serve({"preservation": {}}, ServeOptions(port=0, log_dir=tmp_path))
+
+
+def test_workers_of_a_server_share_the_budget_of_their_judges(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a folder that ends with the server; a run that started it has given its own."""
+    seen: list[str] = []
+    monkeypatch.setattr(Supervisor, "start", lambda own: None)
+    monkeypatch.setattr(Supervisor, "run", lambda own: seen.append(os.environ[SPENDING_VARIABLE]))
+    monkeypatch.delenv(SPENDING_VARIABLE, raising=False)
+    options = ServeOptions(port=0, log_dir=tmp_path)
+    serve({"preservation": {}}, options)
+    assert Path(seen[0]).is_absolute() and not Path(seen[0]).exists() and SPENDING_VARIABLE not in os.environ
+    monkeypatch.setenv(SPENDING_VARIABLE, str(tmp_path))
+    serve({"preservation": {}}, options)
+    assert seen[1] == str(tmp_path) and tmp_path.is_dir()
 
 
 @pytest.mark.parametrize(("given", "devices"), [("cpu", ["cpu"]), ("0,1, 2", ["0", "1", "2"]), ("cpu,0", ["cpu", "0"])])

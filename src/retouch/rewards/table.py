@@ -28,7 +28,7 @@ from retouch.rewards.client.endpoints import resolve_urls
 from retouch.rewards.devices import CPU, Devices, devices_of, instances, serve_argument
 from retouch.rewards.golden import disagreements, golden_items
 from retouch.rewards.protocol import CheckedScorer, RewardBackend, RewardItem, Scorer, ScorerSpec
-from retouch.rewards.scorers.judge_budget import Budget, share_budgets
+from retouch.rewards.scorers.judge_budget import Budget, share_budgets, spending_of
 from retouch.rewards.server.launch import LocalServer
 from retouch.rewards.views import View, viewed
 from retouch.types import Failure, Gate, Outcome, Score
@@ -172,9 +172,11 @@ class RewardTable:
         client: RewardClientConfig,
         log_dir: Path | None = None,
         device: str = "cpu",
+        spending: Path | None = None,
     ) -> None:
         """Args:
             device: the device that this process trains on, as torch names it.
+            spending: folder of what judges spend; None: that of `log_dir`.
 
         Raises:
             ConfigError: an unreadable endpoints file, or a device that this machine does not have.
@@ -183,7 +185,7 @@ class RewardTable:
         self.device = device
         self.client = client
         self.log_dir = log_dir or Path()
-        self._spending = log_dir and log_dir / "judge-spending"
+        self._spending = spending or spending_of(log_dir)
         self._judge_budget: Budget | None = None
         self.weights = {n: 0.0 if entry.role == "gold" else entry.weight for n, entry in entries.items()}
         self.trained = [name for name, entry in entries.items() if entry.role == "train"]

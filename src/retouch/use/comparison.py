@@ -31,6 +31,7 @@ from retouch.process.plain_text import count_of
 from retouch.rewards.base import Reward, RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.devices import own_device
+from retouch.rewards.scorers.judge_budget import spending_of
 from retouch.types import Example
 from retouch.use.duels import pair_judges, win_rate_lines, win_rates
 from retouch.use.items import examples_of, like, make_folder
@@ -66,14 +67,14 @@ def compare(
     dataset = _examples(config, data, reference)
     if out is not None:
         make_folder(out)
-    with _scoring(config.rewards, config.reward_client) as rewards:
+    with _scoring(config.rewards, config.reward_client, trained.run) as rewards:
         results = _evaluated(config, {"base": None, **trained.weights}, dataset, images, data, rewards)
     examples = dataset[: config.evaluation.num_examples]
     if out is not None:
         _write(results, examples, out, config)
     pairs = list(itertools.pairwise(results))
     supervised = {"base", "warmed up", "trained"}  # stages that read no rewards
-    return _result(results, examples, config.rewards, pairs, set(results) - supervised)
+    return _result(results, examples, config.rewards, pairs, set(results) - supervised, trained.run)
 
 
 def compare_runs(
@@ -110,7 +111,7 @@ def compare_runs(
     if out is not None:
         make_folder(out)
     results: dict[str, Evaluation] = {}
-    with _scoring(entries, configs[first].reward_client) as rewards:
+    with _scoring(entries, configs[first].reward_client, runs[first].run) as rewards:
         for name, config in configs.items():
             base = {BASE: None} if not results and one_base(list(configs.values())) else {}
             weights = {**base, name: runs[name].newest}
@@ -123,7 +124,8 @@ def compare_runs(
         write_comparison(folders, out / "compare.html", Sampled(columns, image))
     base_pair = [(BASE, first)] if BASE in results else []
     after_rl = {name for name, config in configs.items() if has_rl(config)}
-    return _result(results, examples, entries, [*base_pair, *((first, other) for other in others)], after_rl)
+    pairs = [*base_pair, *((first, other) for other in others)]
+    return _result(results, examples, entries, pairs, after_rl, runs[first].run)
 
 
 def _sampled_as(first: str, model: RunConfig, name: str, config: RunConfig) -> RunConfig:
@@ -208,11 +210,13 @@ def one_base(configs: Sequence[RunConfig]) -> bool:
 
 
 @contextmanager
-def _scoring(entries: Mapping[str, Reward], client: RewardClientConfig) -> Iterator[RewardTable]:
-    """Rewards that are ready; scorers for which a run would start servers are in this process."""
+def _scoring(entries: Mapping[str, Reward], client: RewardClientConfig, run: Path | None) -> Iterator[RewardTable]:
+    """Rewards that are ready; scorers for which a run would start servers are in this process. Judges count in the
+    directory of the run."""
     from retouch.rewards.table import RewardTable
 
-    rewards = RewardTable({name: scored_here(entry) for name, entry in entries.items()}, client, device=own_device())
+    here = {name: scored_here(entry) for name, entry in entries.items()}
+    rewards = RewardTable(here, client, device=own_device(), spending=spending_of(run))
     rewards.start()
     try:
         rewards.wait_loaded()  # before a network is loaded
@@ -285,9 +289,10 @@ def _result(
     rewards: Mapping[str, RewardEntry],
     pairs: Sequence[tuple[str, str]],
     after_rl: Set[str],
+    run: Path | None,
 ) -> dict[str, Any]:
     judges = pair_judges({name: scored_here(entry) for name, entry in rewards.items()})
-    rates = win_rates(judges, results, examples, pairs)
+    rates = win_rates(judges, results, examples, pairs, spending_of(run))
     facets = {name: told for name, result in results.items() if (told := result.by_facet())}
     found = {f"{b} - {a}": confirmed(results[b], results[a], rewards) for a, b in pairs if b in after_rl}
     told = {label: [one.text() for one in each] for label, each in found.items() if each}

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from retouch.observe.statistics import paired_difference
 from retouch.process.plain_text import count_of
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.scorers.judge_budget import share_budgets
 from retouch.rewards.scorers.pairing import PairEntry, PairScorer, Preference, order_statistics
 from retouch.rewards.views import View, viewed
 from retouch.types import Example
@@ -48,12 +50,14 @@ def win_rates(
     results: Mapping[str, DuelImages],
     examples: Sequence[Example],
     pairs: Sequence[tuple[str, str]],
+    spending: Path | None = None,
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """How often a judge prefers the samples of some weights over those of others.
 
     Args:
         results: evaluations of the same examples and seeds, by the name of the weights.
         pairs: names (a, b) of weights; the rate is that of b over a.
+        spending: folder in which judges count what the run spent; None: each counts alone.
 
     Returns:
         "b over a" -> judge -> `win_rate_of` of its preferences; without judges that gave no answer.
@@ -65,6 +69,7 @@ def win_rates(
     for name, entry in judges.items():
         scorer: Any = entry.make()
         assert isinstance(scorer, PairScorer)
+        share_budgets({name: scorer}, spending)
         scorer.load("cpu")
         items = {weights: items_of(result, examples, entry) for weights, result in results.items()}
         for before, after in pairs:

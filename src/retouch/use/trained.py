@@ -20,10 +20,12 @@ ADAPTER = "ip-adapter"
 
 @dataclass(frozen=True)
 class Trained:
-    """A run file and the folders of its weights by name, oldest first; the base has none."""
+    """A run file and the folders of its weights by name, oldest first; the base has none. `run` is the run directory,
+    if the run file lies in one."""
 
     config: RunConfig
     weights: Mapping[str, Path]
+    run: Path | None = None
 
     @property
     def newest(self) -> Path | None:
@@ -60,14 +62,14 @@ class Trained:
             raise ConfigError(f"--run: given {run}; expected a run directory (it has no config.yaml)")
         loaded = load_run(run / "config.yaml", trust=trust)
         if weights is not None:
-            return cls(loaded, {"trained": _chosen(weights, loaded, raw)})
+            return cls(loaded, {"trained": _chosen(weights, loaded, raw)}, run)
         folders = complete_checkpoints(run / "checkpoints")
         if not folders:
             raise CheckpointError(f"{run} has no complete checkpoint yet")
         named = {_stage(f, loaded): f for f in folders[:-1]}  # the newest of each stage
         chosen = {"warmed up": named["warmed up"]} if "warmed up" in named else {}
         chosen[_stage(folders[-1], loaded)] = folders[-1]
-        return cls(loaded, {name: _chosen(folder, loaded, raw) for name, folder in chosen.items()})
+        return cls(loaded, {name: _chosen(folder, loaded, raw) for name, folder in chosen.items()}, run)
 
 
 def weights_folder(path: Path, *, raw: bool) -> Path:

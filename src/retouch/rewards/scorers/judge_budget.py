@@ -10,10 +10,11 @@ import json
 import logging
 import math
 import os
+import tempfile
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -26,7 +27,7 @@ from retouch.files.disk import read_bounded, write_whole
 logger = logging.getLogger(__name__)
 
 SPENDING_VARIABLE = "RETOUCH_JUDGE_SPENDING"
-"""Folder in which the workers of a server of `url: auto` share their counts; the run that starts it sets this."""
+"""Folder in which the workers of a server share their counts: for `url: auto` the run sets it, else the server."""
 
 _MOST_TOKENS = 10**9  # of one reply: more would be a false number, and end the budget
 _MOST_BYTES = 4096  # of the file of a process
@@ -46,7 +47,8 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # `exchange` warns where it cannot write
+            folder.mkdir(parents=True, exist_ok=True)
         self._own = folder / f"{uuid.uuid4().hex}.json"
         self._written: Spent = (0, 0, 0)
         self._next_look = 0.0
@@ -182,6 +184,11 @@ class Budget:
         return (spent[1] * self.price_in + spent[2] * self.price_out) / 1e6
 
 
+def spending_of(run: Path | None) -> Path | None:
+    """The folder of a run directory in which its judges count."""
+    return run and run / "judge-spending"
+
+
 def share_budgets(scorers: Mapping[str, object], folder: Path | None, common: Budget | None = None) -> Budget | None:
     """Let the judges among scorers count in folders of their names what all processes of a run spend; those of the
     section `judge` count together -> their budget.
@@ -205,6 +212,20 @@ def share_budgets(scorers: Mapping[str, object], folder: Path | None, common: Bu
             judge.budget.share(folder / ("judge%.d" if shares else f"{quote(name, safe='')[:100]}.d"))
         common = judge.budget if shares else common
     return common
+
+
+@contextmanager
+def sharing_among_workers() -> Iterator[None]:
+    """Inside, processes that this one starts count together in a temporary folder, unless a run has given one."""
+    if os.environ.get(SPENDING_VARIABLE):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="retouch-judge-spending-") as folder:
+        os.environ[SPENDING_VARIABLE] = folder
+        try:
+            yield
+        finally:
+            del os.environ[SPENDING_VARIABLE]
 
 
 def _tokens(number: object) -> int:

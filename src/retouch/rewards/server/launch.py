@@ -27,7 +27,7 @@ from retouch.rewards.addresses import LOOPBACK, TOKEN_VARIABLE, reward_token
 from retouch.rewards.client.endpoints import read_endpoints, write_endpoints
 from retouch.rewards.devices import CPU, require, serve_argument
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.scorers.judge_budget import SPENDING_VARIABLE
+from retouch.rewards.scorers.judge_budget import SPENDING_VARIABLE, sharing_among_workers
 from retouch.rewards.server.supervisor import WATCH_S, Instance, Supervisor, backoff_s
 
 logger = logging.getLogger(__name__)
@@ -108,20 +108,21 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
         ignore_notices()
     told = {"scorers": {n: dict(o) for n, o in scorers.items()}, "token": token, "limits": dict(options.limits)}
     supervisor = Supervisor(instances, told, watch_loading=options.with_parent is None)
-    supervisor.start()
-    if options.endpoints is not None:
-        write_endpoints(options.endpoints, [{"rewards": list(scorers), **one.entry()} for one in instances])
-    for one in instances:
-        logger.info(
-            "serving %s on %s (%s)%s",
-            ", ".join(scorers),
-            one.url,
-            one.device,
-            f", log: {one.log}" * (one.log is not None),
-        )
-    if options.endpoints is not None:
-        logger.info("endpoints file: %s", options.endpoints)
-    supervisor.run()
+    with sharing_among_workers():
+        supervisor.start()
+        if options.endpoints is not None:
+            write_endpoints(options.endpoints, [{"rewards": list(scorers), **one.entry()} for one in instances])
+        for one in instances:
+            logger.info(
+                "serving %s on %s (%s)%s",
+                ", ".join(scorers),
+                one.url,
+                one.device,
+                f", log: {one.log}" * (one.log is not None),
+            )
+        if options.endpoints is not None:
+            logger.info("endpoints file: %s", options.endpoints)
+        supervisor.run()
 
 
 def _given(devices: Sequence[str]) -> str:
