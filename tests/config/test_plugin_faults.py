@@ -136,6 +136,14 @@ def test_a_scorer_without_score_names_the_method() -> None:
     assert "Faulty has no method score; define score(items)" in outcome.message
 
 
+@pytest.mark.parametrize("span", [(0.0, float("inf")), (float("-inf"), 1.0), (0.0, float("nan")), (1.0, 0.0)])
+def test_a_range_without_bounds_is_rejected(span: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server could not write it as JSON."""
+    monkeypatch.setattr(FaultyReward, "value_range", span)
+    with pytest.raises(ConfigError, match=r"^reward 'faulty': given value_range=\(.*\); expected two finite numbers"):
+        FaultyReward().make()
+
+
 def test_an_entry_whose_make_returns_no_scorer_is_named() -> None:
     scorer: Any = None
     rewards = LocalRewards({"mine": scorer})

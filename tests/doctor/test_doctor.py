@@ -27,7 +27,7 @@ from retouch.doctor.machine import Gpu, Gpus, extra_lines, find_gpus
 from retouch.doctor.memory import count_weights
 from retouch.doctor.model import find_model
 from retouch.doctor.networks import build_networks
-from retouch.doctor.rewards import needed_extras
+from retouch.doctor.rewards import _remedy, needed_extras
 from retouch.families.base import DistillationLora
 from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.families.image_encoder import TINY
@@ -37,6 +37,7 @@ from retouch.rewards.golden import golden_items
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.knowledge_graph import read_graph
+from retouch.rewards.scorers.pairwise import PairwiseReward
 from retouch.tiny.edits import write_edits
 from retouch.types import Failure, Outcome, Score
 from tests.command_line import retouch
@@ -602,6 +603,7 @@ def test_a_reward_that_compares_a_group_scores_two_images(
         outcome = retouch("doctor", file, "--json")
         told = {line["what"]: (line["status"], line["says"]) for line in json.loads(outcome.out)}
     assert told["reward pairwise"] == ("ok", "in this process: ready, and scored two images of a group")
+    assert "reward serve" not in _remedy("pairwise", PairwiseReward.model_validate(entry))  # which refuses it
     assert told["reward seam"] == ("ok", "in this process: ready, and scored an image")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import importlib.util
 import json
 import logging
@@ -258,6 +259,19 @@ def test_gpus_are_not_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> 
             serve({"preservation": {}}, options)
 
 
+def test_a_scorer_that_compares_a_group_is_not_served() -> None:
+    """Its batches would mix groups of several requests."""
+    judge = {"model": "judge", "address": "http://127.0.0.1:1/v1"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # where another scorer ends
+        options = ServeOptions(port=taken.getsockname()[1])
+        with pytest.raises(
+            ConfigError, match=r"^reward 'pairwise': compares .* parts of groups; set against=reference"
+        ):
+            serve({"pairwise": judge}, options)
+        with pytest.raises(ConfigError, match=r"^--port: cannot listen"):
+            serve({"pairwise": {**judge, "against": "reference"}}, options)
+
+
 def test_a_server_tells_when_it_is_ready(tmp_path: Path) -> None:
     """It asks itself on loopback: a proxy of the environment would get the token."""
     proxy = f"http://127.0.0.1:{closed_port()}"
@@ -312,6 +326,17 @@ def test_the_server_ends_where_no_instance_loads_its_scorers() -> None:
 def test_a_taken_port(server: Served) -> None:
     outcome = retouch("reward", "serve", "preservation", "--port", server.url.rpartition(":")[2])
     assert outcome.code == 2 and "choose another, or 0 for a free one" in outcome.err
+
+
+def test_a_port_that_another_process_takes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its binding and its listening."""
+
+    def taken(*_: Any) -> None:
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    monkeypatch.setattr(socket.socket, "listen", taken)
+    with pytest.raises(ConfigError, match=r"^--port: cannot listen on 127\.0\.0\.1:\d+ \(Address already in use\)"):
+        serve({"preservation": {}}, ServeOptions(port=int(free_port())))
 
 
 @pytest.mark.parametrize(("port", "at_most"), [(65535, 65534), (65534, 65533)])

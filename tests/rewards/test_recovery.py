@@ -14,8 +14,10 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -24,6 +26,7 @@ from retouch.rewards.client.servers import ServerStatus
 from retouch.rewards.protocol import CheckedScorer, RewardItem, ScorerSpec
 from retouch.rewards.server import supervisor as supervisor_module
 from retouch.rewards.server import worker as worker_module
+from retouch.rewards.server.frames import NO_BATCH, pack
 from retouch.rewards.server.output import Allowance, FewRepeats, pass_on
 from retouch.rewards.server.process import score_rewards
 from retouch.rewards.server.supervisor import Instance, Supervisor, backoff_s
@@ -187,10 +190,47 @@ def test_a_worker_that_raises_again_is_replaced_less_often(monkeypatch: pytest.M
     raising, replaced = worker_module.Raising(), list[float]()
     for _ in range(600):
         clock += 1.0
-        if raising.too_often(["b"]):
+        if raising.too_often(True):
             replaced.append(clock - 1000.0)
     assert replaced == [5.0, 65.0, 185.0, 425.0]
-    assert not raising.too_often([]) and not any(raising.too_often(["b"]) for _ in range(4))
+    assert not raising.too_often(False) and not any(raising.too_often(True) for _ in range(4))
+
+
+def test_batches_of_one_reward_do_not_hide_that_another_always_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do those of which no item reached its scorer."""
+    worker, ended = worker_module.ProcessWorker({}, "cpu"), list[int]()
+    batches = [("a", 1, ["a"]), ("b", 1, []), ("a", 0, [])] * 5
+    worker.ready, worker._writer = True, cast("Any", SimpleNamespace())
+    monkeypatch.setattr(worker, "_send", lambda *_: asyncio.sleep(0))
+
+    async def trial() -> None:
+        for number, (name, calls, raising) in enumerate(batches, 1):
+            monkeypatch.setattr(worker, "_kill", lambda number=number: ended.append(number))
+            message = {"outcomes": {}, "calls": {name: calls}, "seconds": {}, "raising": raising}
+            worker._replies.put_nowait((number, message))
+            await worker.score([name], [], [time.monotonic() + 30])
+
+    asyncio.run(trial())
+    assert ended == [13]  # the fifth of reward a
+
+
+def test_specs_of_scorers_that_are_not_loaded_replace_none() -> None:
+    """A reply to a request that came before the worker ended names the weights that scored it."""
+    worker = worker_module.ProcessWorker({}, "cpu")
+
+    async def revision_after(revision: str, ready: bool) -> str:
+        worker._reader = asyncio.StreamReader()
+        fields = {**asdict(ScorerSpec("a", (0, 1), frozenset(), revision, "-")), "needs": []}
+        worker._reader.feed_data(pack(NO_BATCH, {"specs": {"a": fields}, "ready": ready}))
+        worker._reader.feed_eof()
+        await worker._listen(asyncio.Queue())
+        return worker.specs["a"].revision
+
+    async def trial() -> list[str]:
+        told = [("plain", False), ("weights 1", True), ("plain", False), ("weights 2", True)]
+        return [await revision_after(revision, ready) for revision, ready in told]
+
+    assert asyncio.run(trial()) == ["plain", "weights 1", "weights 1", "weights 2"]
 
 
 def test_a_scorer_without_answers_raises_nothing() -> None:
@@ -214,6 +254,10 @@ def test_a_scorer_without_answers_raises_nothing() -> None:
         assert values(outcomes["judge"]) == ["scorer_error"] * 3
         raising.append(work.raising)
     assert raising == [[], ["judge"], []]
+    # an item that no scorer gets does not hide it
+    cut = item(0, image=item(0).image[..., 0])
+    assert score_rewards(made, ["judge"], [cut, item(0, metadata={"raises": True})], [math.inf] * 2)[1].raising
+    assert not score_rewards(made, ["judge"], [cut], [math.inf])[1].raising
 
 
 # --- instances ---

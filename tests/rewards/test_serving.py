@@ -617,7 +617,9 @@ def test_a_worker_sees_its_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker_environment("2")["CUDA_VISIBLE_DEVICES"] == "2" and torch_device("2") == "cuda"
     assert "CUDA_VISIBLE_DEVICES" not in worker_environment("cpu") and torch_device("cpu") == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert worker_environment("1")["CUDA_VISIBLE_DEVICES"] == "6"
+    assert [worker_environment(number)["CUDA_VISIBLE_DEVICES"] for number in "012"] == ["4", "6", ""]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert worker_environment("0")["CUDA_VISIBLE_DEVICES"] == ""
 
 
 # --- memory ---

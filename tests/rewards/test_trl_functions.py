@@ -30,4 +30,10 @@ def test_a_function_without_further_keywords_gets_its_parameters() -> None:
 
 
 def test_without_a_completion_no_value_is_made_up() -> None:
-    assert values(score_checked(scorer("short"), [item(0), item(1, metadata={"completion": "a"})])) == ["bad_item"] * 2
+    """The others keep theirs."""
+    batch = [
+        item(i, metadata={"completion": text, "level": 1} if text else {})
+        for i, text in enumerate(["", "red", "", "a b", ""])
+    ]
+    assert values(score_checked(scorer("short"), batch)) == ["bad_item", 1.0, "bad_item", 0.5, "bad_item"]
+    assert values(score_checked(scorer("short"), batch[:1])) == ["bad_item"]

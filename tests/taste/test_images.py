@@ -68,6 +68,15 @@ def test_a_mask_of_another_size_than_its_image_is_refused(tmp_path: Path) -> Non
         images_to_vote_on(tmp_path / "list.jsonl", tmp_path)
 
 
+def test_an_example_of_a_list_may_be_null_or_0(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "sign-1.png")
+    names = {"absent": "sign", "null": "sign", "zero": "0"}
+    for name, example in {"absent": {}, "null": {"example": None}, "zero": {"example": 0}}.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"image": "sign-1.png", **example}) + "\n")
+        [found] = images_to_vote_on(tmp_path / f"{name}.jsonl", tmp_path)
+        assert found.example == names[name]
+
+
 def test_a_mask_and_a_caption_in_a_folder_belong_to_their_image(tmp_path: Path) -> None:
     """As `retouch init` reads them: nobody votes on a mask, and an image that only has the name of one is an image."""
     for level, name in enumerate(("a-0", "a-1", "a-1_mask", "face_mask")):

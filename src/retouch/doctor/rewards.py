@@ -94,5 +94,6 @@ def _problem(name: str, entry: RewardEntry, client: RewardClientConfig, items: S
 
 def _remedy(name: str, entry: RewardEntry) -> str:
     if entry.is_made_here:
-        return f"see the line of the extra, and try `retouch reward serve {entry.scorer}`"
+        serve = "" if entry.compares_group() else f", and try `retouch reward serve {entry.scorer}`"
+        return f"see the line of the extra{serve}"
     return start_servers([name])

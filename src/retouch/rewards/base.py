@@ -327,12 +327,10 @@ class RewardEntry(Section):
                 )
 
     def _check_whole_groups(self, run: RunConfig, key: str) -> None:
-        compared = f"{key} compares the samples of a group with each other"
         size, batch = run.rollout.group_size, run.rollout.batch_size_per_device
         if self.url is not None:
-            raise ValueError(
-                f"{key}.url: given {self.url!r}, but {compared}, and a server receives parts of groups; leave url out"
-            )
+            raise ValueError(f"{key}.url: given {self.url!r}, but {key} {PARTS_OF_GROUPS}; leave url out")
+        compared = f"{key} compares the samples of a group with each other"
         if self.role == "gold":
             return  # compared by `retouch eval` only
         if run.algorithm.trains_text_encoder:
@@ -426,6 +424,9 @@ Reward = Annotated[RewardEntry, Chosen(REWARDS, "scorer")]
 
 Options = TypeVar("Options", bound=RewardEntry)
 
+
+PARTS_OF_GROUPS = "compares the samples of a group with each other, and a server receives parts of groups"
+"""Why a server cannot have a reward that `compares_group`."""
 
 _OF_A_SCORER = re.compile(r"^reward '[^']*': ")
 

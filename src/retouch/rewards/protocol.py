@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from retouch.errors import code_place, is_device_full, shown
+from retouch.errors import ConfigError, code_place, is_device_full, shown
 from retouch.imaging.lines import TextLine, parse_lines
 from retouch.rewards.foreign import CUT, MOST_CHARACTERS, one_line
 from retouch.rewards.quotes import quoted_text, quoted_texts
@@ -70,9 +70,12 @@ class ScorerSpec:
     """Facts about a scorer.
 
     Attributes:
-        range: lowest and highest value; a value outside is a failure.
+        range: lowest and highest value, finite; a value outside is a failure.
         needs: required fields of `RewardItem` other than image and prompt.
         revision: changes whenever the same image may get another score.
+
+    Raises:
+        ConfigError: the range is not two finite numbers in ascending order.
     """
 
     name: str
@@ -80,6 +83,14 @@ class ScorerSpec:
     needs: frozenset[str]
     revision: str
     licence: str
+
+    def __post_init__(self) -> None:
+        low, high = self.range
+        if not -math.inf < low <= high < math.inf:  # JSON has no infinity
+            raise ConfigError(
+                f"reward {self.name!r}: given value_range={self.range}; expected two finite numbers, the lowest first; "
+                "set value_range=(-1e9, 1e9) in its entry if it has no bounds"
+            )
 
 
 class Scorer(Protocol):
@@ -224,13 +235,13 @@ class CheckedScorer:
     Attributes:
         calls: number of calls of the scorer.
         largest: items, or groups, per call since memory ran out; None before.
-        raised: number of items for which the scorer raised.
+        returned: number of items for which the scorer returned.
     """
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer = scorer
         self.calls = 0
-        self.raised = 0
+        self.returned = 0
         self.largest: int | None = None
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
@@ -264,7 +275,6 @@ class CheckedScorer:
             raw = list(cast("Iterable[object]", answer)) if isinstance(answer, Iterable) else None
         except Exception as error:  # a scorer is foreign code: any error is a typed failure of its items
             if len(parts) == 1:
-                self.raised += len(items)
                 return [raised(name, error)] * len(items)
             half = len(parts) // 2
             if isinstance(error, MemoryError) or is_device_full(error):
@@ -273,6 +283,7 @@ class CheckedScorer:
                 if torch is not None and torch.cuda.is_available():
                     torch.cuda.empty_cache()
             return self._attempt(parts[:half]) + self._attempt(parts[half:])
+        self.returned += len(items)
         if raw is None or len(raw) != len(items):
             given = shown(answer) if raw is None else f"{len(raw)} outcomes"
             message = f"{name} returned {given} for {len(items)} items; score must return one outcome for each item"

@@ -85,7 +85,8 @@ def _of_list(path: Path) -> Iterator[VotedImage]:
             raise DataError(f"{path} entry {number}: {missing[0]}: {files[missing[0]]}: no such file")
         texts = {name: str(told[name]) for name in _TEXTS if told.get(name)}
         image = path.parent / told["image"]
-        example = str(told.get("example", _NUMBER.sub("", image.stem)))
+        example = told.get("example")
+        example = _NUMBER.sub("", image.stem) if example is None else str(example)
         yield voted_image(image, example, **files, **texts, seed=told.get("seed"))
 
 

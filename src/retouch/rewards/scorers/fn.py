@@ -23,6 +23,11 @@ RECOLOURED = "retouch.tiny.edits:recoloured"
 """The reward of the tiny editing tasks."""
 
 
+_NO_COMPLETION = Failure(
+    "bad_item", "the item has no completion, which a function of completions scores; train with vlm_grpo"
+)
+
+
 class FnReward(RewardEntry):
     """A custom function or class, as "module:name"."""
 
@@ -115,15 +120,20 @@ def _is_of_trl(found: Any) -> bool:
 
 
 def _trl_call(function: Callable[..., Sequence[Any]], items: Sequence[RewardItem]) -> list[Any]:
+    """The values of a reward function of TRL, and a failure for each item without a completion."""
+    completed = [item for item in items if item.metadata.get("completion") is not None]
+    values = _trl_values(function, completed) if completed else []
+    for place, item in enumerate(items):  # ascending: each failure moves the values behind it to their own places
+        if item.metadata.get("completion") is None:
+            values.insert(place, _NO_COMPLETION)
+    return values
+
+
+def _trl_values(function: Callable[..., Sequence[Any]], items: Sequence[RewardItem]) -> list[Any]:
     """The values of a reward function of TRL. It gets the texts of the trained text encoder as `completions`, and by
     keyword, as far as it has parameters for them: `prompts`, `images` (generated) and `source_images` as PIL images,
     and every key of the metadata. None stands for no value there."""
-    texts = [item.metadata.get("completion") for item in items]
-    if None in texts:
-        missing = Failure(
-            "bad_item", "the item has no completion, which a function of completions scores; train with vlm_grpo"
-        )
-        return [missing] * len(items)
+    texts = [item.metadata["completion"] for item in items]
     names = dict.fromkeys(name for item in items for name in item.metadata if name != "completion")
     columns: dict[str, list[Any]] = {name: [item.metadata.get(name) for item in items] for name in names}
     columns["prompts"] = [item.prompt for item in items]

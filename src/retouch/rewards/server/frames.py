@@ -39,8 +39,8 @@ class BatchCost:
     """Cost of a batch: reward -> calls of its scorer, and their seconds.
 
     Attributes:
-        raising: rewards whose scorer raised for every item. A judge without an answer raises nothing: another process
-            would get none either, and count its budget from 0 again.
+        raising: rewards whose scorer raised for every item that it got. A judge without an answer raises nothing:
+            another process would get none either, and count its budget from 0 again.
     """
 
     calls: Mapping[str, int]

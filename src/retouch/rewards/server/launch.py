@@ -24,6 +24,7 @@ from retouch.files import plain_json
 from retouch.files.disk import append_to
 from retouch.process.signals import ignore_notices
 from retouch.rewards.addresses import LOOPBACK, TOKEN_VARIABLE, reward_token
+from retouch.rewards.base import PARTS_OF_GROUPS
 from retouch.rewards.client.endpoints import read_endpoints, write_endpoints
 from retouch.rewards.devices import CPU, require, serve_argument
 from retouch.rewards.scorers import make_scorer
@@ -67,8 +68,8 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
     restarted if it dies.
 
     Raises:
-        ConfigError: an unknown scorer or option, a taken port, an open address without a token, or an instance that
-            cannot be started at all.
+        ConfigError: an unknown scorer or option, a scorer that compares a group, a taken port, an open address without
+            a token, or an instance that cannot be started at all.
     """
     for module in ("fastapi", "prometheus_client", "uvicorn"):
         if importlib.util.find_spec(module) is None:
@@ -89,7 +90,9 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
             [device if device == "cpu" else f"cuda:{device}" for device in options.devices], _given(options.devices)
         )
     for name, given in scorers.items():  # report wrong options here, once
-        make_scorer(str(given.get("scorer", name)), {k: v for k, v in given.items() if k != "scorer"})
+        made = make_scorer(str(given.get("scorer", name)), {k: v for k, v in given.items() if k != "scorer"})
+        if getattr(made, "compares_group", False):
+            raise ConfigError(f"reward {name!r}: {PARTS_OF_GROUPS}; set against=reference")
     places = [device for device in options.devices for _ in range(options.replicas)]
     if options.port and options.port + len(places) > 65536:
         raise ConfigError(
@@ -134,11 +137,11 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(2048)
     except OSError as error:
         raise ConfigError(
             f"--port: cannot listen on {host}:{port} ({error.strerror}); choose another, or 0 for a free one"
         ) from None
-    listener.listen(2048)
     return listener
 
 

@@ -133,12 +133,12 @@ def score_rewards(
             outcomes[name] = [Failure("unknown_reward", f"no reward {name!r} here; there are: {known}")] * len(items)
             continue
         scorer, started = scorers[name], time.monotonic()
-        before, raised = scorer.calls, scorer.raised
+        calls_before, returned_before = scorer.calls, scorer.returned
         timely = [i for i, deadline in enumerate(deadlines) if started <= deadline]
         scored = dict(zip(timely, scorer.score([items[i] for i in timely]), strict=True)) if timely else {}
         outcomes[name] = [scored.get(i, LATE) for i in range(len(items))]
-        calls[name], seconds[name] = scorer.calls - before, time.monotonic() - started
-        raising += [name] if timely and scorer.raised - raised == len(timely) else []
+        calls[name], seconds[name] = scorer.calls - calls_before, time.monotonic() - started
+        raising += [name] if calls[name] and scorer.returned == returned_before else []
     return outcomes, BatchCost(calls, seconds, raising)
 
 

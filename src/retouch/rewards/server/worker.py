@@ -6,8 +6,8 @@ loads them, and answers one batch at a time; before an answer it reports specs t
 A frame that was written in part ends the process, because the next bytes would be read as its rest. A reply carries the
 number of its batch, and one with another number ends the process too: no score can reach another item. The process
 answers a pulse every few seconds from a thread of its own, also while it scores; a process that is silent and
-takes no CPU time (stopped, frozen), also while a batch is being sent to it, is replaced. So is one whose batches all
-raise, as after an error that spoils the state of a GPU.
+takes no CPU time (stopped, frozen), also while a batch is being sent to it, is replaced. So is one in which a scorer
+raises in every batch, as after an error that spoils the state of a GPU.
 
 The process leads a process group, which ends with it: a helper that a scorer forked holds the socket and the memory.
 """
@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -54,8 +55,8 @@ _UNLOADED_DEATHS = 3  # in a row: scorers that never were loaded, and at which i
 _LAST_WORDS_S = 0.5  # to read what a process wrote before it ended
 _END_S = 5.0
 
-_RAISING_BATCHES = 5  # in a row: the process is replaced
-_RAISING_S = 60.0  # between two such replacements, doubled each time until a batch is scored
+_RAISING_BATCHES = 5  # of a reward, in a row: the process is replaced
+_RAISING_S = 60.0  # between two such replacements, doubled each time until the reward is scored
 
 _SLICE = 1024 * 1024  # bytes
 
@@ -130,7 +131,7 @@ class ProcessWorker:
         self._was_ready = was_ready
         self._process: asyncio.subprocess.Process | None = None
         self._output = Allowance()
-        self._raising = Raising()
+        self._raising = defaultdict[str, Raising](Raising)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -181,8 +182,9 @@ class ProcessWorker:
             raise WorkerLost("the worker answered another batch")
         outcomes = {name: [unpack_outcome(row) for row in column] for name, column in message["outcomes"].items()}
         work = BatchCost(message["calls"], message["seconds"], message["raising"])
-        if self._raising.too_often(work.raising):
-            logger.error("the scorers raised in %d batches in a row; the worker is replaced", _RAISING_BATCHES)
+        called = [name for name, calls in work.calls.items() if calls]
+        if often := [name for name in called if self._raising[name].too_often(name in work.raising)]:
+            logger.error("%s raised in %d batches in a row; the worker is replaced", ", ".join(often), _RAISING_BATCHES)
             self._kill()
         return outcomes, work
 
@@ -308,7 +310,8 @@ class ProcessWorker:
             if message == PULSE:
                 continue
             if "specs" in message:
-                self.specs = {name: _spec(fields) for name, fields in message["specs"].items()}
+                if message["ready"] or not self.specs:  # before it has loaded, a revision names no weights
+                    self.specs = {name: _spec(fields) for name, fields in message["specs"].items()}
                 self.ready = self._loaded = message["ready"]
                 self._was_ready |= self.ready
             elif "problem" not in message:
@@ -343,18 +346,18 @@ class ProcessWorker:
 
 
 class Raising:
-    """Counts batches in which the scorers raised for every item: a process that scores nothing is replaced, but not
-    again and again where that does not help."""
+    """Counts batches in which the scorer of a reward raised for every item: a process that scores nothing is replaced,
+    but not again and again where that does not help."""
 
     def __init__(self) -> None:
         self._batches = 0
         self._pause_s = 0.0
         self._not_before = 0.0
 
-    def too_often(self, raising: Sequence[str]) -> bool:
-        """Count a batch, with the rewards whose scorer raised -> whether the process is to be replaced now."""
+    def too_often(self, raised: bool) -> bool:
+        """Count a batch that reached the scorer -> whether the process is to be replaced now."""
         now = time.monotonic()
-        if not raising:
+        if not raised:
             self._batches, self._pause_s = 0, 0.0
             return False
         self._batches += 1
@@ -385,9 +388,9 @@ def worker_environment(device: str) -> dict[str, str]:
     """Environment that shows a worker only its GPU: libraries that use the first GPU then use the right one."""
     environment = dict(os.environ)
     if device.isdecimal():
-        seen = [one for one in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
-        number = int(device)
-        environment["CUDA_VISIBLE_DEVICES"] = seen[number].strip() if number < len(seen) else device
+        visible = environment.get("CUDA_VISIBLE_DEVICES")  # "" hides every GPU
+        gpu = device if visible is None else "".join(visible.split(",")[int(device) :][:1])
+        environment["CUDA_VISIBLE_DEVICES"] = gpu.strip()
     return environment
 
 
