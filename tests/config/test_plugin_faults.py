@@ -140,7 +140,7 @@ def test_a_scorer_without_score_names_the_method() -> None:
 def test_a_range_without_bounds_is_rejected(span: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """A server could not write it as JSON."""
     monkeypatch.setattr(FaultyReward, "value_range", span)
-    with pytest.raises(ConfigError, match=r"^reward 'faulty': given value_range=\(.*\); expected two finite numbers"):
+    with pytest.raises(ConfigError, match=r"^reward 'faulty': given value_range=\(.*\); expected two bounds"):
         FaultyReward().make()
 
 

@@ -75,7 +75,7 @@ class ScorerSpec:
         revision: changes whenever the same image may get another score.
 
     Raises:
-        ConfigError: the range is not two finite numbers in ascending order.
+        ConfigError: the range is descending, or contains NaN or Inf.
     """
 
     name: str
@@ -88,8 +88,8 @@ class ScorerSpec:
         low, high = self.range
         if not -math.inf < low <= high < math.inf:  # JSON has no infinity
             raise ConfigError(
-                f"reward {self.name!r}: given value_range={self.range}; expected two finite numbers, the lowest first; "
-                "set value_range=(-1e9, 1e9) in its entry if it has no bounds"
+                f"reward {self.name!r}: given value_range={self.range}; expected two bounds, the lowest first, "
+                "without NaN or Inf; set value_range=(-1e9, 1e9) in its entry if it has no bounds"
             )
 
 
