@@ -27,6 +27,7 @@ from retouch.data.identity import trained_on
 from retouch.errors import ConfigError
 from retouch.rewards import scorers
 from retouch.rewards.scorers import make_scorer
+from retouch.rewards.scorers.weights import version_of
 from retouch.types import Score
 from retouch.use import benchmark as running
 from retouch.use import benchmark_distances
@@ -62,7 +63,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_model_in_the_home_directory_is_loaded(name: str, home: Path) -> None:
     scorer = make_scorer(name, {"path": "~/clip"})
     scorer.load("cpu")
-    assert "~/clip fp32 local" in scorer.spec.revision
+    assert f"~/clip fp32 {version_of(str(home / 'clip'))} " in scorer.spec.revision
 
 
 def test_every_scorer_loads_models_by_expanded_paths() -> None:
