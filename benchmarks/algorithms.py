@@ -32,7 +32,8 @@ from figures import label_ends, style  # noqa: E402
 from inputs import inputs  # noqa: E402
 
 from retouch.config import derive, load_run  # noqa: E402
-from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
+from retouch.observe.environment import environment  # noqa: E402
+from retouch.observe.run_dir import read_metrics  # noqa: E402
 from retouch.use.comparison import gains  # noqa: E402
 
 FAMILIES = ("flux_fill", "sd_inpaint")

@@ -427,7 +427,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     from kill import write_data
 
-    from retouch.observe.run_dir import environment
+    from retouch.observe.environment import environment
 
     content = json.loads(given.out.read_text()) if given.out.exists() else {"items": {}, "restarts": {}}
 

@@ -25,7 +25,8 @@ from demo import MEASURES, evaluations, make_data, retouch  # noqa: E402
 from inputs import inputs  # noqa: E402
 
 from retouch.config import load_run  # noqa: E402
-from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
+from retouch.observe.environment import environment  # noqa: E402
+from retouch.observe.run_dir import read_metrics  # noqa: E402
 from retouch.use.comparison import gains  # noqa: E402
 
 CONFIG = REPOSITORY / "configs/tiny/flux_fill_grpo.yaml"

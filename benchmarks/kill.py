@@ -45,7 +45,8 @@ import torch
 import yaml
 
 from retouch.families.tiny import tiny_pipeline
-from retouch.observe.run_dir import environment, read_metrics
+from retouch.observe.environment import environment
+from retouch.observe.run_dir import read_metrics
 from retouch.tiny.edits import write_edits
 from retouch.tiny.signs import draw_words, write_signs
 

@@ -31,7 +31,8 @@ import numpy as np
 import yaml
 from kill import SIZE, descendants, model_of, write_data
 
-from retouch.observe.run_dir import environment, read_metrics
+from retouch.observe.environment import environment
+from retouch.observe.run_dir import read_metrics
 from retouch.observe.statistics import student
 
 BLOCKS = 20

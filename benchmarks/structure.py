@@ -32,7 +32,7 @@ from words import Word, draw_word
 
 from retouch.data.sampler import derive_seed
 from retouch.imaging.glyphs import glyph_correlation
-from retouch.observe.run_dir import environment
+from retouch.observe.environment import environment
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.ocr import OcrReward, OcrScorer
 from retouch.rewards.text_distance import text_similarity

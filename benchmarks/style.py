@@ -42,8 +42,9 @@ from retouch.families.loading import tiny_path  # noqa: E402
 from retouch.imaging.glyphs import FONTS, Ink, contrast, correlation, ground_colour, write_spaced  # noqa: E402
 from retouch.imaging.masks import Box, mask_box  # noqa: E402
 from retouch.observe import Stopwatch  # noqa: E402
+from retouch.observe.environment import environment  # noqa: E402
 from retouch.observe.grids import grid  # noqa: E402
-from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
+from retouch.observe.run_dir import read_metrics  # noqa: E402
 from retouch.observe.statistics import paired_difference  # noqa: E402
 from retouch.rewards.client.config import RewardClientConfig  # noqa: E402
 from retouch.rewards.scorers.ocr import OcrReward  # noqa: E402

@@ -28,7 +28,8 @@ sys.path.insert(0, str(REPOSITORY / "examples"))
 from demo import evaluations, retouch  # noqa: E402
 from inputs import inputs  # noqa: E402
 
-from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
+from retouch.observe.environment import environment  # noqa: E402
+from retouch.observe.run_dir import read_metrics  # noqa: E402
 from retouch.tiny.signs import draw_words  # noqa: E402
 from retouch.tiny.writing import PROMPT  # noqa: E402
 from retouch.use.comparison import gains  # noqa: E402

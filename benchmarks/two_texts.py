@@ -30,7 +30,8 @@ sys.path.insert(0, str(REPOSITORY / "examples"))
 from demo import evaluations, retouch  # noqa: E402
 from inputs import inputs  # noqa: E402
 
-from retouch.observe.run_dir import environment, read_metrics  # noqa: E402
+from retouch.observe.environment import environment  # noqa: E402
+from retouch.observe.run_dir import read_metrics  # noqa: E402
 from retouch.observe.statistics import paired_difference  # noqa: E402
 from retouch.training.evaluation import Evaluation  # noqa: E402
 

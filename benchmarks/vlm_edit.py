@@ -32,8 +32,9 @@ from vlm_words import words_decide
 
 from retouch.config import load_run
 from retouch.engine.saved import complete_checkpoints
+from retouch.observe.environment import environment
 from retouch.observe.grids import grid
-from retouch.observe.run_dir import environment, read_metrics, read_rows
+from retouch.observe.run_dir import read_metrics, read_rows
 from retouch.observe.statistics import paired_difference
 from retouch.tiny.edits import (
     COLOURS,

@@ -26,7 +26,7 @@ from retouch.errors import ConfigError, ImageProblem, ModelFilesError
 from retouch.families.loading import tiny_path
 from retouch.imaging.reading import open_image
 from retouch.observe.log import LogFile
-from retouch.observe.run_dir import RunLock
+from retouch.observe.run_lock import RunLock
 from retouch.process.signals import ENDING
 from retouch.rewards.client.endpoints import resolve_urls
 from retouch.tiny import image_encoder

@@ -35,7 +35,7 @@ from tests.browser import Browser, Page, executable  # noqa: E402
 
 from retouch.observe.comparison import run_names, write_comparison  # noqa: E402
 from retouch.observe.report import write_report  # noqa: E402
-from retouch.observe.run_dir import RunLock  # noqa: E402
+from retouch.observe.run_lock import RunLock  # noqa: E402
 
 FORMS = [(1280, 960, False), (1280, 960, True), (390, 844, False), (390, 844, True)]
 """Width, height and darkness of the windows."""

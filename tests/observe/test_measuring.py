@@ -16,8 +16,8 @@ import torch
 import retouch.observe
 from retouch.config import RunConfig
 from retouch.observe import cost
+from retouch.observe.environment import environment
 from retouch.observe.measuring import Measurement
-from retouch.observe.run_dir import environment
 from retouch.observe.timing import PARTS, stopwatch
 from retouch.training import build
 from tests.algorithms.runs import Use, brightness, of_kind, train

@@ -15,7 +15,8 @@ from benchmarks.report_pages import write_run
 
 from retouch.observe.comparison import run_names, write_comparison
 from retouch.observe.report import write_report
-from retouch.observe.run_dir import RunLock, read_metrics
+from retouch.observe.run_dir import read_metrics
+from retouch.observe.run_lock import RunLock
 from retouch.observe.watch import open_server
 from tests.browser import Page
 

@@ -21,7 +21,7 @@ from retouch.errors import ConfigError
 from retouch.observe.comparison import write_comparison
 from retouch.observe.gallery import image_inside, shown_file
 from retouch.observe.report import _has_trained, change_of, milestones, write_report
-from retouch.observe.run_dir import RunLock
+from retouch.observe.run_lock import RunLock
 from retouch.use.ending import ending
 from tests.command_line import retouch
 

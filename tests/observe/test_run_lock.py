@@ -17,14 +17,14 @@ import yaml
 
 from retouch.config import ConfigError, parse_run
 from retouch.observe import RunDir
-from retouch.observe.run_dir import RunLock
+from retouch.observe.run_lock import RunLock
 from tests.command_line import retouch
 from tests.conftest import small_run
 
 HOLD = """
 import sys
 from pathlib import Path
-from retouch.observe.run_dir import RunLock
+from retouch.observe.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.take()
 print("held", flush=True)
@@ -68,7 +68,7 @@ def test_a_page_that_is_watched_refuses_no_start(
             raise BlockingIOError(errno.EWOULDBLOCK, "held")
         flock(file, operation)
 
-    monkeypatch.setattr("retouch.observe.run_dir._PROBES_S", 60)
+    monkeypatch.setattr("retouch.observe.run_lock._PROBES_S", 60)
     monkeypatch.setattr(fcntl, "flock", held_once)
     use(lock)
     lock.release()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from retouch.errors import ConfigError
-from retouch.observe.run_dir import RunLock
+from retouch.observe.run_lock import RunLock
 from retouch.observe.watch import WatchServer, open_server
 from tests.command_line import retouch
 

@@ -9,26 +9,17 @@ costs of the first process are under "time" alone; all other fields are equal in
 
 from __future__ import annotations
 
-import errno
-import importlib.metadata
-import itertools
 import json
 import logging
 import math
 import os
-import platform
-import re
-import shutil
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import yaml
-from filelock import FileLock, Timeout
 
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
 from retouch.config.trust import consent
@@ -37,8 +28,18 @@ from retouch.files.complete import complete_checkpoints
 from retouch.files.disk import append_to, expanded, is_own, require_no_link, write_whole
 from retouch.imaging.png import write_png
 from retouch.observe.bar import TrainingBar, Work
+from retouch.observe.earlier import (
+    OF_AN_ATTEMPT,
+    finished_at,
+    keep_config,
+    put_aside,
+    put_later_aside,
+    records_until,
+    warn_of_lost_records,
+)
+from retouch.observe.environment import environment
 from retouch.observe.log import LogFile, StepLog
-from retouch.observe.measuring import Measurement
+from retouch.observe.run_lock import RunLock
 from retouch.observe.sinks import Sink, open_sinks, require_sinks
 from retouch.observe.timing import Stopwatch
 from retouch.process.console import output_problem
@@ -49,35 +50,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = (
-    "retouch",
-    "torch",
-    "diffusers",
-    "transformers",
-    "peft",
-    "accelerate",
-    "rapidocr",
-    "onnxruntime",
-    "numpy",
-    "pillow",
-)
-
-
-_OF_AN_ATTEMPT = ("images", "evaluations", "tensorboard", "wandb", "run_id", "metrics.jsonl")
-"""Files that are moved to a folder of their own when a run starts again; the last one marks a directory as a run."""
-
-_BY_STEP = ("evaluations", "images", "checkpoints")
-"""Folders with a folder `step-000040` for each step; the last one shows that a run has later steps."""
-
-_STEP = re.compile(r"(?:\.replaced-)?step-(\d+)")
-
 _FILES = ("config.yaml", "begun_from", "environment.json", "metrics.jsonl", "log.txt", "run_id", "report.html")
 
 _FOLDERS = ("images", "evaluations", "tensorboard", "checkpoints")
-
-_PROBES_S = 0.5
-"""Seconds that a start, or the check before it, waits for the lock: a page that is watched
-(`status.lock_holder`) and `RunLock.require_free` hold it for an instant."""
 
 MOST_TEXT = 16 << 20
 """Bytes of a config.yaml or an environment.json that is shown."""
@@ -153,16 +128,18 @@ class RunDir:
         metrics = self.path / "metrics.jsonl"
         if resume_step is None and self.config.resume != "auto":
             self.require_new()
-        earlier = [self.path / name for name in _OF_AN_ATTEMPT if (self.path / name).exists()]
-        aside = _put_aside(self.path, earlier) if resume_step is None and self.holds_run() else None
+        earlier = [self.path / name for name in OF_AN_ATTEMPT if (self.path / name).exists()]
+        aside = put_aside(self.path, earlier) if resume_step is None and self.holds_run() else None
         self._note_origin(None if resume_step is None else checkpoint)
         if resume_step is not None:
+            records = read_metrics(metrics)
             if checkpoint is None or self.owns(checkpoint):
-                _warn_of_lost_records(metrics, resume_step)
-                _put_later_aside(self.path, resume_step)
-            _truncate(metrics, resume_step, evaluated=evaluated)
-            self._ended = self._finished_at(resume_step)
-            _keep_config(self.path, resume_step, self.run_file)
+                warn_of_lost_records(metrics, records, resume_step)
+                put_later_aside(self.path, resume_step)
+            kept = records_until(records, resume_step, evaluated=evaluated)
+            write_whole(metrics, "".join(json.dumps(record) + "\n" for record in kept))
+            self._ended = finished_at(kept, resume_step) and resume_step >= self.config.training.max_steps
+            keep_config(self.path, resume_step, self.run_file)
         write_whole(self.path / "config.yaml", self.run_file)
         write_whole(self.path / "environment.json", json.dumps(environment(), indent=2) + "\n")
         self._metrics = os.fdopen(append_to(metrics), "a", encoding="utf-8")
@@ -183,13 +160,6 @@ class RunDir:
             origin = self.begun_from() if self.owns(checkpoint) else checkpoint.resolve()
             if origin is not None:
                 write_whole(note, f"{origin}\n")
-
-    def _finished_at(self, step: int) -> bool:
-        """Whether the run finished at this step, and has no more steps."""
-        finished = any(
-            (r["step"], r.get("event")) == (step, "finished") for r in read_metrics(self.path / "metrics.jsonl")
-        )
-        return finished and step >= self.config.training.max_steps
 
     def lock(self) -> None:
         """Lock the directory until `close`, before a checkpoint is chosen.
@@ -285,63 +255,6 @@ class RunDir:
                 ends.callback(metrics.close)
 
 
-class RunLock:
-    """A lock on RUN/.lock, which holds the pid of its process and its host. The kernel releases it when that process
-    dies."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self._place = run / ".lock"
-        self._lock = FileLock(self._place, blocking=False, thread_local=False, fallback_to_soft=False)
-
-    def take(self) -> None:
-        """Hold the lock until `release`. A file system without locks is warned about.
-
-        Raises:
-            ConfigError: another process holds it.
-        """
-        if self._lock.is_locked:
-            return
-        require_no_link(self._place)
-        self._run.mkdir(parents=True, exist_ok=True)
-        self._place.touch()  # a full or read-only disk is an error
-        try:
-            self._lock.acquire(blocking=True, timeout=_PROBES_S)
-        except Timeout:
-            raise self._taken() from None
-        except OSError as error:
-            logger.warning("%s cannot be locked (%s); make sure that no other process writes there", self._run, error)
-            return
-        self._place.write_text(f"{os.getpid()}\n{platform.node()}\n", encoding="utf-8")
-
-    def require_free(self) -> None:
-        """Check before a model is loaded; takes nothing and creates no file.
-
-        Raises:
-            ConfigError: another process holds it.
-        """
-        require_no_link(self._place)
-        if self._lock.is_locked or not os.access(self._place, os.W_OK):
-            return
-        try:
-            self._lock.acquire(blocking=True, timeout=_PROBES_S)
-        except Timeout:
-            raise self._taken() from None
-        except OSError:
-            return
-        self._lock.release()
-
-    def release(self) -> None:
-        self._lock.release()
-
-    def _taken(self) -> ConfigError:
-        number = self._place.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
-        number = number if number.isdecimal() else "unknown"
-        return ConfigError(
-            f"another process (pid {number}) is writing to {self._run}; wait for it, or set another name=..."
-        )
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl; a line that is cut off, or no record of a step, is skipped."""
     return [one for one in read_rows(path) if type(one.get("step")) is int and isinstance(one.get("kind"), str)]
@@ -428,37 +341,6 @@ def reading_records(run: Path | str) -> Iterator[None]:
         ) from error
 
 
-def environment() -> dict[str, Any]:
-    """Versions and machine, to repeat the run."""
-    import torch
-
-    return {
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "gpus": Measurement("names of the GPUs in environment.json").take(_gpu_names) or [],
-        "threads": torch.get_num_threads(),
-        "command": sys.argv,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def _gpu_names() -> list[str]:
-    """Names of the GPUs that torch can use; `device_count` may include others, for example with an old driver."""
-    import torch
-
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
-
-
-@cache
-def _version(package: str) -> str | None:
-    """The version of a package, None where it is not installed. Looking it up takes milliseconds."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _records(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         with suppress(ValueError):
@@ -475,108 +357,3 @@ def _require_files(run: Path) -> None:
     for path in folders:
         if (path.is_symlink() or path.exists()) and not path.is_dir():
             raise ConfigError(f"{path} is not a folder; delete it")
-
-
-def _warn_of_lost_records(metrics: Path, step: int) -> None:
-    """Warn where metrics.jsonl has no record of optimizer steps before a checkpoint, which needs none of them. A run
-    that was begun from another run's checkpoint has those after it: they begin with its first record."""
-    records = read_metrics(metrics)
-    taken = {record["step"] for record in records if record["kind"] == "train"}
-    first = min((record["step"] + (record["kind"] != "train") for record in records), default=1)
-    lost = sum(number not in taken for number in range(first, step + 1))
-    if lost:
-        logger.warning(
-            "%s: damaged: %d of the %d optimizer steps before the checkpoint are missing in it, in curves and in "
-            "reports; training is not affected",
-            metrics,
-            lost,
-            step,
-        )
-
-
-def _truncate(metrics: Path, step: int, *, evaluated: bool) -> None:
-    """Drop what a run that is resumed at a step writes again: later steps, an evaluation of this step that the
-    checkpoint does not know of, and that of the end unless the run finished."""
-    kept = [record for record in read_metrics(metrics) if record["step"] <= step]
-    finished = any((record["step"], record.get("event")) == (step, "finished") for record in kept)
-    for place, record in enumerate(kept):
-        repeated = not evaluated or (record.get("moment") == "end" and not finished)
-        if (record["step"], record["kind"]) == (step, "eval") and repeated:
-            kept = kept[:place]
-            break
-    write_whole(metrics, "".join(json.dumps(record) + "\n" for record in kept))
-
-
-def _put_aside(run: Path, files: Sequence[Path]) -> Path:
-    """Move files of an attempt to a folder of the run directory."""
-    aside = _new_attempt(run)
-    _move(run, files, aside)
-    return aside
-
-
-def _new_attempt(run: Path) -> Path:
-    places = (run / f"attempt-{number}" for number in itertools.count(1))
-    aside = next(place for place in places if not place.exists())
-    aside.mkdir()
-    return aside
-
-
-def _move(run: Path, files: Sequence[Path], aside: Path) -> None:
-    """Move files of a run, in their order. A folder may be a link to another file system, to which renaming cannot
-    lead: what is in it stays there, in a folder of the name of `aside`."""
-    for file in files:
-        place = aside / file.relative_to(run)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file.rename(place)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            beside = file.parent / aside.name / file.name
-            beside.parent.mkdir(exist_ok=True)
-            file.rename(beside)
-
-
-def _put_later_aside(run: Path, step: int) -> None:
-    """Where a run resumes from an earlier checkpoint than its newest, move the files of later steps away: the next
-    `resume=auto` would go on from a checkpoint of steps that metrics.jsonl has no more."""
-    later = [
-        folder
-        for part in _BY_STEP
-        for folder in sorted((run / part).glob("*step-*"))
-        if (match := _STEP.fullmatch(folder.name)) and int(match[1]) > step
-    ]
-    if not any(folder in later for folder in complete_checkpoints(run / "checkpoints")):
-        return  # it was stopped after its newest checkpoint, and comes to the same files again
-    aside = _new_attempt(run)
-    if (run / "metrics.jsonl").is_file():  # first: after a kill, the next start finds later checkpoints again
-        shutil.copyfile(run / "metrics.jsonl", aside / "metrics.jsonl")
-    _move(run, later, aside)
-    logger.warning("the checkpoints of steps after %d, and their files, were moved to %s", step, aside)
-
-
-def _keep_config(run: Path, step: int, now: str) -> None:
-    """Keep the run file that was in use up to a step as config-000040.yaml if the present one differs. Run files of
-    dropped steps are deleted."""
-    ends = {leg: leg.stem.partition("-")[2] for leg in sorted(run.glob("config-*.yaml"))}
-    beyond = [leg for leg, end in ends.items() if end.isdecimal() and int(end) >= step]
-    held = beyond[0] if beyond else run / "config.yaml"
-    written = held.read_text(encoding="utf-8", errors="replace") if held.exists() else now
-    if not _is_run_file(written):
-        logger.warning("%s: damaged; the run file of the steps before the checkpoint is lost", held)
-    elif _without_resume(written) != _without_resume(now):
-        held.replace(run / f"config-{step:06d}.yaml")
-        beyond = beyond[1:]
-    for leg in beyond:
-        leg.unlink()
-
-
-def _is_run_file(text: str) -> bool:
-    try:
-        return isinstance(found := yaml12.parse(text), dict) and "algorithm" in found
-    except yaml.YAMLError:
-        return False
-
-
-def _without_resume(run_file: str) -> list[str]:
-    return [line for line in run_file.splitlines() if not line.startswith("resume:")]
