@@ -80,7 +80,7 @@ A run is one YAML file. These pages list every key; this page has the top level.
   `rewards.NAME={{…}}` adds a reward, and `rewards={{…}}` replaces all; `rewards.NAME.KEY=` changes a reward of the run,
   and is an error for another. An override that names another kind (`algorithm.name=ppo` over a file of GRPO) replaces
   the section, as inheritance does, and drops the keys of other sections that the new algorithm refuses. The keys of
-  the same command stay, and those that mean the same in every kind: `sft_steps`, `sft_shifted_times`, `region`,
+  the same command stay, and those that mean the same in every kind: `sft_steps`, `region`,
   `region_dilation`, `seam_weight` and `caption_dropout` of an algorithm, `dtype` of a model, `role` of a reward, and
   the options that all data formats share. A warning lists the dropped keys.
 - **Variables.** `${{VAR}}` and `${{VAR:-default}}` are replaced by environment variables, `${{THIS_DIR}}` by the folder

@@ -154,7 +154,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "grpo: no ema and no KL": (
         "ema=null", "warmup_data={format: self_bench, path: SIGNS/targets, resolution: [32, 64], limit: 4}",
-        "algorithm.sft_shifted_times=false",
         "algorithm.kl_weight=0",
     ),
     "grpo: loss and advantages": (

@@ -107,13 +107,6 @@ OFFLINE = (PAIRS, "rewards={}")
             (SD, SFT, "algorithm.shifted_times=false"),
             "algorithm.shifted_times: given false, but sd_inpaint samples without a shift; leave shifted_times out",
         ),
-        (
-            (SD, "algorithm={name: grpo, sft_steps: 1, sft_shifted_times: false}"),
-            (
-                "algorithm.sft_shifted_times: given false, but sd_inpaint samples without a shift; leave "
-                "sft_shifted_times out"
-            ),
-        ),
         *(
             (
                 (algorithm, f"{section}.{key}=2"),
@@ -134,17 +127,6 @@ OFFLINE = (PAIRS, "rewards={}")
                 ),
             )
             for algorithm, rule in (("grpo", "cps"), ("ppo", "dance_sde"))
-        ),
-        # a warm-up that there is not
-        *(
-            (
-                (f"algorithm={{name: {name}, sft_shifted_times: false}}",),
-                (
-                    "algorithm.sft_shifted_times: given false, but algorithm.sft_steps is 0: there is no "
-                    "supervised warm-up; set sft_steps, or leave sft_shifted_times out"
-                ),
-            )
-            for name in ("grpo", "nft", "dpo")
         ),
         # groups without a signal
         *(
@@ -409,7 +391,7 @@ def test_a_combination_that_cannot_work(overrides: tuple[str, ...], line: str, p
         ("rollout={step_rule: dance_sde, eta: 1.5}",),  # a diffusion, no share
         ("algorithm={name: grpo, kl_weight: 0.04, kl_mode: flow_grpo}", "rollout.step_rule=flow_sde"),
         ("algorithm={name: ppo, kl_weight: 0.04, kl_mode: flow_grpo}",),
-        ("algorithm={name: grpo, sft_steps: 1, sft_shifted_times: false}", "optimizer.sft_lr=1e-5"),
+        ("algorithm={name: grpo, sft_steps: 1}", "optimizer.sft_lr=1e-5"),
         (SFT, "rewards={}", "optimizer.sft_lr=1e-5"),  # a run file with another algorithm in it
         ("algorithm.sft_steps=0", "optimizer.sft_lr=1e-5"),  # ... or with its warm-up left out
         ("algorithm={name: ppo, skip_zero_std_groups: false}",),

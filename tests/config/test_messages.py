@@ -7,12 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from retouch.algorithms import ALGORITHMS
+from retouch.algorithms.grpo.config import GrpoConfig
 from retouch.config import ConfigError, RunConfig, parse_run
+from retouch.config.base import Section
 from retouch.config.errors import CUSTOM, nearest
 from retouch.core.rules import STEP_RULES
 from retouch.data.formats import FORMATS
 from retouch.families import FAMILIES
 from retouch.rewards import REWARDS
+from retouch.rewards.client.config import RewardClientConfig
 
 Problems = Callable[..., list[str]]
 TOP_LEVEL = ", ".join(sorted(RunConfig.model_fields))
@@ -141,10 +144,25 @@ def test_nearest(word: str, known: tuple[str, ...], message: str) -> None:
     assert nearest(word, known) == message
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "today", "other"),
+    [
+        (GrpoConfig, "late_rewards", "wait", "next_step"),
+        (GrpoConfig, "sft_shifted_times", True, False),
+        (RewardClientConfig, "hedge_after_s", None, 2.25),
+        (REWARDS["pairwise"], "show_source", True, False),
+        (REWARDS["complex_edit"], "alignment_weight", 0.6, 0.5),
+        (REWARDS["complex_edit"], "quality_weight", 0.4, 0.5),
+    ],
+)
 def test_a_key_that_is_gone_is_read_and_told_where_it_had_another_value(
-    run_with: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture
+    section: type[Section], key: str, today: object, other: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Run directories of earlier versions have it."""
-    assert run_with("algorithm.late_rewards=wait") == run_with() and not caplog.records
-    assert run_with("algorithm.late_rewards=next_step") == run_with()
-    assert "late_rewards: given 'next_step', which earlier versions had; every run has 'wait'" in caplog.text
+    assert section.model_validate({key: today}) == section() and not caplog.records
+    assert section.model_validate({key: other}) == section()
+    assert f"{key}: given {other!r}, which earlier versions had; every run has {today!r}" in caplog.text
+
+
+def test_a_former_key_that_is_gone_is_read(run_with: Callable[..., RunConfig]) -> None:
+    assert run_with("algorithm.warmup_shifted_times=true") == run_with()

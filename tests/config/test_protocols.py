@@ -105,10 +105,6 @@ def test_the_judge_of_edits_needs_sources() -> None:
     [
         ({"complex_edit": {}}, "rewards.complex_edit.model: not set"),
         (
-            {"complex_edit": {"model": "m", "quality_weight": 0.5}},
-            "alignment_weight: given 0.6 beside quality_weight 0.5",
-        ),
-        (
             {"mmmg": {"model": "m", "readability": "segmenter"}},
             "readability: given 'segmenter'; write sam2, or module:function",
         ),

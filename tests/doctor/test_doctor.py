@@ -598,7 +598,7 @@ def test_a_reward_that_compares_a_group_scores_two_images(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with OpenAIServer() as server:
-        entry = {"model": "judge", "address": server.url, "task": "fill", "show_source": False}
+        entry = {"model": "judge", "address": server.url, "task": "fill"}
         file = run_yaml(rewards={"pairwise": entry, "seam": {}})
         outcome = retouch("doctor", file, "--json")
         told = {line["what"]: (line["status"], line["says"]) for line in json.loads(outcome.out)}

@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 
 from retouch.rewards.client.client import RewardClient
-from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.client.exchange import Exchange
 from retouch.rewards.client.revisions import Revisions
 from retouch.rewards.foreign import MOST_CHARACTERS
@@ -778,10 +777,3 @@ def test_a_client_is_its_process_and_one_thread() -> None:
     before = set(threading.enumerate())  # of which those of earlier tests may end meanwhile
     with client_of("http://127.0.0.1:1"):
         until(lambda: len(set(threading.enumerate()) - before) == 1)
-
-
-def test_a_stored_run_file_with_hedging_is_read_and_a_value_of_it_told(caplog: pytest.LogCaptureFixture) -> None:
-    """`hedge_after_s` sent a slow request to a second server as well; every stored run file has the key."""
-    assert RewardClientConfig.model_validate({"hedge_after_s": None}) == RewardClientConfig() and not caplog.records
-    assert RewardClientConfig.model_validate({"hedge_after_s": 2.25}) == RewardClientConfig()
-    assert "hedge_after_s: given 2.25, which earlier versions had; every run has None" in caplog.text

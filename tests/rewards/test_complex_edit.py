@@ -56,10 +56,8 @@ def detail(outcome: Outcome) -> dict[str, float]:
     [
         ({}, 0.6 * (0.6 + 0.7) / 2 + 0.4 * 0.2),
         ({"preset": "brief"}, 0.6 * 0.6 + 0.4 * 0.2),
-        ({"alignment_weight": 0.25, "quality_weight": 0.75}, 0.25 * 0.65 + 0.75 * 0.2),
-        ({"alignment_weight": 1.0, "quality_weight": 0.0, "preset": "brief"}, 0.6),
     ],
-    ids=["default", "brief", "weights", "alignment alone"],
+    ids=["default", "brief"],
 )
 def test_three_parts_make_the_score(options: dict[str, Any], value: float) -> None:
     with OpenAIServer() as server:
@@ -178,26 +176,16 @@ def test_what_the_endpoint_cannot_do_is_found_at_the_start() -> None:
 
 def test_everything_that_changes_a_score_is_in_the_revision() -> None:
     changes: list[dict[str, Any]] = [
-        {}, {"preset": "brief"}, {"samples": 2}, {"temperature": 0.1}, {"alignment_weight": 0.5, "quality_weight": 0.5}
+        {}, {"preset": "brief"}, {"samples": 2}, {"temperature": 0.1}
     ]  # fmt: skip
     with OpenAIServer() as server:
         revisions = {made(server, **change).spec.revision for change in changes}
     assert len(revisions) == len(changes) and all("judge-2026-01 fp_1" in one for one in revisions)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "reward 'complex_edit': model: not set"),
-        (
-            {"model": "m", "quality_weight": 0.5},
-            "alignment_weight: given 0.6 beside quality_weight 0.5; their sum must be 1",
-        ),
-    ],
-)
-def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_scorer("complex_edit", options)
+def test_a_judge_must_be_named() -> None:
+    with pytest.raises(ConfigError, match="reward 'complex_edit': model: not set"):
+        make_scorer("complex_edit", {})
 
 
 @pytest.mark.parametrize("value", ["true", "3.5", "-1", "11", '"3.5"', "null"])

@@ -128,9 +128,9 @@ def test_the_question_names_the_task_and_the_criterion_and_shows_the_source_firs
     assert (forward["temperature"], forward["max_tokens"], forward["top_logprobs"]) == (0, 1, 20)
 
 
-def test_without_the_source_two_images_are_shown() -> None:
+def test_of_generated_images_two_are_shown() -> None:
     with OpenAIServer() as server:
-        score_checked(made(server, task="edit", show_source=False), [grey(10), grey(20)])
+        score_checked(made(server), [grey(10), grey(20)])
         assert all(len(pictures(asked)) == 2 for asked in server.asked)
 
 
@@ -147,7 +147,7 @@ def test_against_the_reference_every_image_stands_alone() -> None:
 def test_everything_that_changes_a_score_is_in_the_revision() -> None:
     changes: list[dict[str, Any]] = [
         {}, {"task": "edit"}, {"criterion": "text"}, {"mode": "text"}, {"min_mass": 0.7}, {"rounds": 1},
-        {"against": "reference"}, {"task": "edit", "show_source": False},
+        {"against": "reference"},
     ]  # fmt: skip
     with OpenAIServer() as server:
         revisions = {made(server, **change).spec.revision for change in changes}
@@ -237,7 +237,6 @@ def run(pairwise: dict[str, Any], **rollout: Any) -> Any:
         ({"url": "auto"}, {}, "rewards.pairwise.url: given 'auto', but " + WHOLE),
         ({"rounds": 2}, {}, "rewards.pairwise.rounds: given 2, but a group of 4 has 1 rounds of different pairs"),
         ({"against": "reference", "rounds": 1}, {}, "only pairs of a group have rounds; leave it out"),
-        ({"show_source": False}, {}, "task 'generate' has no source image; leave it out"),
     ],
 )
 def test_what_cannot_work(pairwise: dict[str, Any], rollout: dict[str, Any], message: str) -> None:

@@ -48,9 +48,6 @@ OTHERS: dict[str, list[Any]] = {
 """Option -> other values, where its type does not tell any."""
 
 BESIDE: dict[str, dict[str, Any]] = {
-    "alignment_weight": {"quality_weight": 0.9},
-    "quality_weight": {"alignment_weight": 0.9},
-    "show_source": {"task": "edit"},
     "against": {"form": "pair"},
     "rounds": {"form": "pair"},
 }

@@ -172,9 +172,6 @@ class Objective(AlgorithmSection):
     KEPT: ClassVar[Set[str]] = {"region", "region_dilation", "seam_weight", "caption_dropout"}
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"caption_dropout"}
 
-    shift_key: ClassVar[str] = "sft_shifted_times"
-    """Key of the option that shifts supervised training times."""
-
     region: Annotated[
         Literal["all", "mask"],
         ReadIn(
@@ -241,13 +238,6 @@ class Objective(AlgorithmSection):
         return float(backward)
 
 
-SHIFTED = ReadIn(
-    "by flow models",
-    lambda own, run: run.model.spec.prediction == "flow",
-    "but {run.model.family} samples without a shift; leave {name} out",
-)
-"""Declares options that shift training times as sampling shifts them."""
-
 SAMPLES = ReadIf(
     "in runs that sample images",
     lambda own: not own.given_images,
@@ -264,28 +254,15 @@ def _no_reference(own: Any, run: object) -> str:
 class RlConfig(Objective):
     """Base of every algorithm but SFT: those that train on rewards, given pairs or labels, after a warm-up."""
 
-    KEPT: ClassVar[Set[str]] = {"sft_steps", "sft_shifted_times"}
-    FREE_IN_EPOCH: ClassVar[Set[str]] = {"sft_shifted_times", "combine", "resample_rounds"}
+    KEPT: ClassVar[Set[str]] = {"sft_steps"}
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"combine", "resample_rounds"}
     READS: ClassVar[Set[Reading]] = {"diffusion", "solver", "warm_up", "rollouts", "epochs"}
-    ALIASES: ClassVar[Mapping[str, str]] = {
-        "warmup_steps": "sft_steps",
-        "warmup_shifted_times": "sft_shifted_times",
-    }
+    ALIASES: ClassVar[Mapping[str, str]] = {"warmup_steps": "sft_steps", "warmup_shifted_times": "sft_shifted_times"}
+    RETIRED: ClassVar[Mapping[str, object]] = {"sft_shifted_times": True}
 
     sft_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of the supervised warm-up (SFT) before the first rollout; they count towards
     training.max_steps."""
-    sft_shifted_times: Annotated[
-        bool,
-        ReadIf(
-            "with `sft_steps` above 0",
-            lambda own: own.sft_steps,
-            "but algorithm.sft_steps is 0: there is no supervised warm-up; set sft_steps, or leave sft_shifted_times "
-            "out",
-        ),
-        SHIFTED,
-    ] = True
-    """Sample the training times of the supervised warm-up through the same shift as sampling."""
     inner_epochs: Annotated[Count, SAMPLES] = 1
     """Passes over the rollouts of an epoch."""
     combine: Annotated[Literal["normalize_then_sum", "sum_then_normalize"], SAMPLES] = "normalize_then_sum"
@@ -385,7 +362,7 @@ class AdvantageConfig(RlConfig):
 
     FREE_IN_EPOCH: ClassVar[Set[str]] = {"baseline", "scale", "skip_zero_std_groups", "advantages"}
 
-    RETIRED: ClassVar[Mapping[str, str]] = {"late_rewards": "wait"}
+    RETIRED: ClassVar[Mapping[str, object]] = {"late_rewards": "wait"}
 
     advantage_clip: Positive = 5.0
     """Advantages are clipped to plus and minus this."""

@@ -46,7 +46,6 @@ class Schedule(Protocol):
     def add_noise(self, x0: Tensor, noise: Tensor, time: Tensor) -> Tensor: ...
     def target(self, x0: Tensor, noise: Tensor) -> Tensor: ...
     def to_x0(self, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor: ...
-    def to_noise(self, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor: ...
     def as_flow(self, x: Tensor, prediction: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """State, prediction and time as those of a flow model -> (x, velocity, sigma [B])."""
         ...
@@ -138,10 +137,6 @@ class FlowSchedule:
         require_same_shape(x=x, prediction=prediction)
         return x - per_row(time, working(x), "time") * prediction
 
-    def to_noise(self, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor:
-        require_same_shape(x=x, prediction=prediction)
-        return x + (1 - per_row(time, working(x), "time")) * prediction
-
     def as_flow(self, x: Tensor, prediction: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         require_same_shape(x=x, prediction=prediction)
         return x, prediction, time
@@ -210,10 +205,6 @@ class AlphaBarSchedule:
         require_same_shape(x=x, prediction=prediction)
         ab = per_row(self.level(time), working(x), "time")
         return (x - (1 - ab).sqrt() * prediction) / ab.sqrt()
-
-    def to_noise(self, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor:
-        require_same_shape(x=x, prediction=prediction)
-        return prediction
 
     def as_flow(self, x: Tensor, prediction: Tensor, time: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The velocity that a noise prediction implies, with a = sqrt(ab) and b = sqrt(1 - ab)::

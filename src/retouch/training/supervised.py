@@ -92,7 +92,7 @@ def warm_up(session: Session, algorithm: RlConfig) -> None:
     run, optimizer = session.run, session.config.optimizer
     if session.progress.phase == "warmup":
         lr = optimizer.sft_lr or optimizer.lr
-        supervised_phase(session, algorithm.sft_steps, lr, algorithm, shifted=algorithm.sft_shifted_times)
+        supervised_phase(session, algorithm.sft_steps, lr, algorithm, shifted=True)
         session.recorder.evaluate("warmup")
         session.progress.phase = "rl"
         run.engine.new_optimizer()

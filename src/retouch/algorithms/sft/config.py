@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from retouch.algorithms.base import SHIFTED, Objective
-from retouch.config.reads import Reading
+from retouch.algorithms.base import Objective
+from retouch.config.reads import ReadIn, Reading
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -18,10 +18,16 @@ class SftConfig(Objective):
     READS: ClassVar[Set[Reading]] = {"diffusion"}
     WARNS_UNREAD: ClassVar[bool] = True
     recipe: ClassVar[str] = "retouch.algorithms.sft.recipe:train"
-    shift_key: ClassVar[str] = "shifted_times"
 
     name: Literal["sft"] = "sft"
-    shifted_times: Annotated[bool, SHIFTED] = True
+    shifted_times: Annotated[
+        bool,
+        ReadIn(
+            "by flow models",
+            lambda own, run: run.model.spec.prediction == "flow",
+            "but {run.model.family} samples without a shift; leave shifted_times out",
+        ),
+    ] = True
     """Sample training times through the same shift as sampling."""
 
     @property

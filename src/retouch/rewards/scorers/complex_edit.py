@@ -9,13 +9,13 @@ has no licence, in its form: a system message, integers as text, and reasoning f
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from retouch.config.base import Count, NonNegative, Text, Unit
+from retouch.config.base import Count, NonNegative, Text
 from retouch.errors import ConfigError, shown
 from retouch.files.disk import expanded
 from retouch.rewards.base import Question
@@ -39,6 +39,7 @@ _MOST = 10
 _ALIGNMENT = ("instruction_following", "identity_preservation")
 _QUALITY = ("perceptual_quality",)
 _REASON = "reasoning"
+_WEIGHTS = (0.6, 0.4)  # of alignment and perceptual quality
 
 _ABOUT_ALIGNMENT = (
     "The first picture was edited by an instruction; the second picture is the result. The instruction: {prompt}\n"
@@ -76,12 +77,12 @@ class PublishedTexts:
     quality: str
 
 
-def combine(parts: dict[str, float], preset: str, alignment_weight: float, quality_weight: float) -> float:
-    """The reward of three parts in [0, 1]: alignment is the mean of instruction following and identity preservation or,
-    with `brief`, the former alone."""
+def combine(parts: dict[str, float], preset: str) -> float:
+    """The reward of three parts in [0, 1]: .6 alignment, which is the mean of instruction following and identity
+    preservation or, with `brief`, the former alone, and .4 perceptual quality."""
     following, kept = (parts[name] for name in _ALIGNMENT)
     alignment = following if preset == "brief" else (following + kept) / 2
-    return alignment_weight * alignment + quality_weight * parts["perceptual_quality"]
+    return _WEIGHTS[0] * alignment + _WEIGHTS[1] * parts["perceptual_quality"]
 
 
 class ComplexEditReward(JudgeEntry):
@@ -91,15 +92,12 @@ class ComplexEditReward(JudgeEntry):
 
     images = frozenset({"source"})
     scores_edits = True
+    RETIRED: ClassVar[Mapping[str, object]] = {"alignment_weight": 0.6, "quality_weight": 0.4}
 
     scorer: Literal["complex_edit"] = "complex_edit"
     preset: Literal["balanced", "brief"] = "balanced"
-    """Definition of alignment: the mean of instruction following and identity preservation, or the former alone, which
-    rewards repainting everything."""
-    alignment_weight: Unit = 0.6
-    """Weight of alignment; with quality_weight it sums to 1."""
-    quality_weight: Unit = 0.4
-    """Weight of perceptual quality."""
+    """Definition of alignment, which counts .6 beside .4 of perceptual quality: the mean of instruction following and
+    identity preservation, or the former alone, which rewards repainting everything."""
     samples: Count = 3
     """Answers that are averaged, two questions each; if one of them fails, the item fails."""
     temperature: NonNegative = 0.7
@@ -110,15 +108,6 @@ class ComplexEditReward(JudgeEntry):
     prompts: Annotated[Text | None, PUBLISHED] = None
     """For wording=published: your copy of the folder `complex_edit/eval` of the published code, with
     `prompt_alignment.py` and `prompt_quality.py`, which the package does not contain; they are not run."""
-
-    @model_validator(mode="after")
-    def _weights_sum_to_1(self) -> ComplexEditReward:
-        if abs(self.alignment_weight + self.quality_weight - 1) > 1e-6:
-            raise ValueError(
-                f"alignment_weight: given {self.alignment_weight:g} beside quality_weight {self.quality_weight:g}; "
-                "their sum must be 1, like 0.6 and 0.4"
-            )
-        return self
 
     @model_validator(mode="after")
     def _has_its_prompts(self) -> ComplexEditReward:
@@ -132,14 +121,13 @@ class ComplexEditReward(JudgeEntry):
         )
 
     def make(self) -> ComplexEditScorer:
-        weights = (self.alignment_weight, self.quality_weight)
         published = read_published(self.prompts or "") if self.wording == "published" else None
         texts = (published.alignment + published.template, published.quality) if published else None
         scorer = ComplexEditScorer(
             self,
             *(texts or (_ABOUT_ALIGNMENT, _ABOUT_QUALITY)),
             self.preset,
-            weights,
+            _WEIGHTS,
             self.samples,
             self.temperature,
         )
@@ -167,9 +155,8 @@ class ComplexEditScorer(JudgeScorer[ComplexEditReward]):
         given = whole(answers)
         if isinstance(given, Failure):
             return given
-        o = self.options
         parts = {name: sum(a[name] for a in given) / len(given) / _MOST for name in (*_ALIGNMENT, *_QUALITY)}
-        return Score(combine(parts, o.preset, o.alignment_weight, o.quality_weight), parts)
+        return Score(combine(parts, self.options.preset), parts)
 
     def _sample(self, item: RewardItem, number: int, *, again: bool = True) -> dict[str, Any]:
         """The three integers of one pair of questions; the number is the seed."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
 from retouch.config.base import Unit
-from retouch.config.reads import ReadIf
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_client import JudgeError, image_part
 from retouch.rewards.scorers.judge_replies import read_by
@@ -52,21 +51,14 @@ class PairwiseReward(PairEntry):
     """Probability that a VLM judge prefers a sample over the other samples of its group, or over a reference image, in
     [0, 1]; every pair is asked in both orders."""
 
+    RETIRED: ClassVar[Mapping[str, object]] = {"show_source": True}
+
     scorer: Literal["pairwise"] = "pairwise"
     task: Task = "generate"
     """Task that made the images: "generate" a whole image, "edit" by an instruction, "fill" a region, "extend" beyond
-    the borders, "remove" an object, or "write" a text."""
+    the borders, "remove" an object, or "write" a text. The judge sees the source image, too, except of "generate"."""
     criterion: Criterion = "overall"
     """Criterion of the comparison; add one entry per criterion."""
-    show_source: Annotated[
-        bool,
-        ReadIf(
-            "for every task but `generate`",
-            lambda own: own.task != "generate",
-            "but task 'generate' has no source image; leave it out",
-        ),
-    ] = True
-    """Show the source image to the judge, for tasks that have one; false shows the two results alone."""
     mode: Literal["logprobs", "text"] = "logprobs"
     """Probability of the answer 1 against 2 from their log-probabilities; or the answer itself, which is 0 or 1."""
     min_mass: Annotated[Unit, LOGPROBS] = 0.5
@@ -75,7 +67,7 @@ class PairwiseReward(PairEntry):
 
     def shows_source(self) -> bool:
         """Whether the judge receives the source image."""
-        return self.task != "generate" and self.show_source
+        return self.task != "generate"
 
     def required_images(self) -> frozenset[str]:
         return super().required_images() | ({"source"} if self.shows_source() else set())
