@@ -24,8 +24,8 @@ from retouch.families.loading import load_model
 from retouch.observe import Stopwatch
 from retouch.rewards.protocol import RewardItem
 from retouch.rollout.encoded import EncodedData
+from retouch.rollout.sampler import to_uint8
 from retouch.training.build import build
-from retouch.training.scoring import without_strip
 from retouch.types import Example, Outcome
 from tests.command_line import retouch
 from tests.tiny_models import tiny_model
@@ -59,8 +59,8 @@ def test_what_the_model_sees_is_the_picture_below_its_reference(config: Config, 
     target = EncodedData(model, data, 30.0, Stopwatch()).images([0], "target", torch.device("cpu"))
     pixels = torch.from_numpy(np.asarray(page, np.float32)).permute(2, 0, 1)[None] / 127.5 - 1
     assert torch.equal(target, model.encode_images(pixels))
-    images = torch.arange(48)[None, :, None, None].expand(1, 48, 64, 3)
-    assert without_strip(images, [example])[0, :, 0, 0].tolist() == list(range(STRIP, 48))
+    images = (torch.arange(48) / 127.5 - 1)[None, None, :, None].expand(1, 3, 48, 64)
+    assert to_uint8(images, example.strip)[0, :, 0, 0].tolist() == list(range(STRIP, 48))
 
 
 def test_scores_and_evaluations_see_the_picture_alone(config: Config, scripted: Use, signs: Path) -> None:

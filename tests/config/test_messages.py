@@ -159,8 +159,9 @@ def test_a_key_that_is_gone_is_read_and_told_where_it_had_another_value(
     section: type[Section], key: str, today: object, other: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Run directories of earlier versions have it."""
-    assert section.model_validate({key: today}) == section() and not caplog.records
-    assert section.model_validate({key: other}) == section()
+    model = {"model": "judge"} if "address" in section.model_fields else {}
+    assert section.model_validate({**model, key: today}) == section.model_validate(model) and not caplog.records
+    assert section.model_validate({**model, key: other}) == section.model_validate(model)
     assert f"{key}: given {other!r}, which earlier versions had; every run has {today!r}" in caplog.text
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from retouch.rewards.client.config import RewardClientConfig
@@ -22,7 +21,7 @@ from retouch.training.scoring import (
     FailureRateExceeded,
     RewardOutage,
     Tally,
-    items_of,
+    item_of,
     refuse_failures,
     settle,
     tally_of,
@@ -345,11 +344,11 @@ def test_scorers_see_everything_but_the_target() -> None:
 
     mask = Image.new("L", (6, 4), 255)
     full = Example(7, "p", picture(1), mask, target=picture(2), reference=picture(3), metadata={"text": "t"})
-    images = torch.arange(2 * 4 * 6 * 3, dtype=torch.uint8).reshape(2, 4, 6, 3)
-    first, second = items_of([full, Example(8, "q")], images, [70, 80])
-    assert (first.id, first.prompt, first.group, first.metadata) == (0, "p", 70, {"text": "t"})
+    images = np.arange(2 * 4 * 6 * 3, dtype=np.uint8).reshape(2, 4, 6, 3)
+    first, second = (item_of(one, images[i], i) for i, one in enumerate([full, Example(8, "q")]))
+    assert (first.id, first.prompt, first.group, first.metadata) == (0, "p", 7, {"text": "t"})
     for found, expected in ((first.image, images[0]), (first.source, picture(1)), (first.reference, picture(3))):
         assert np.array_equal(np.asarray(found), np.asarray(expected))
     assert np.array_equal(np.asarray(first.mask), np.asarray(mask))
     assert not any(np.array_equal(np.asarray(value), np.asarray(picture(2))) for value in vars(first).values())
-    assert (second.id, second.group, second.source, second.mask, second.reference) == (1, 80, None, None, None)
+    assert (second.id, second.group, second.source, second.mask, second.reference) == (1, 8, None, None, None)

@@ -81,7 +81,7 @@ def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "grou
         raise ValueError(f"baseline is {baseline!r}; it must be group or batch")
     if baseline == "batch":
         return valid.clone()
-    ids = _dense(group_ids)
+    ids = group_ids.unique(return_inverse=True)[1]
     count = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=torch.int64, device=ids.device)
     count = count.index_add_(0, ids, valid.long())
     return valid & (count[ids] >= 2)
@@ -121,6 +121,7 @@ def zero_std_rows(
 
 
 def _checked(rewards: Tensor, group_ids: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids renumbered 0 .. groups - 1 in their order, validity, and float64 rewards."""
     if rewards.ndim != 1 or group_ids.shape != rewards.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [N]")
     if group_ids.is_floating_point():
@@ -129,7 +130,7 @@ def _checked(rewards: Tensor, group_ids: Tensor, valid: Tensor | None) -> tuple[
     ok = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
     if ok.shape != rewards.shape:
         raise ValueError(f"valid has shape {tuple(ok.shape)}; it must be [N] = [{rewards.shape[0]}]")
-    return _dense(group_ids), ok, rewards.double()
+    return group_ids.unique(return_inverse=True)[1], ok, rewards.double()
 
 
 def _group_moments(r: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,18 +140,6 @@ def _group_moments(r: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tens
     mean = zero.index_add(0, ids, r * weight) / count.clamp(min=1)
     square = zero.index_add(0, ids, (r - mean[ids]) ** 2 * weight) / count.clamp(min=1)
     return mean, square.sqrt()
-
-
-def group_count(group_ids: Tensor) -> int:
-    """Number of different ids."""
-    return int(torch.unique(group_ids).numel())  # pyright: ignore
-
-
-def _dense(group_ids: Tensor) -> Tensor:
-    """Ids renumbered 0 .. groups - 1, in their order."""
-    known, inverse = torch.unique(group_ids, return_inverse=True)  # pyright: ignore
-    del known
-    return torch.as_tensor(inverse, dtype=torch.int64)  # pyright: ignore
 
 
 @dataclass
@@ -249,8 +238,8 @@ class RewardRows:
         found["combined_std"] = float(combined.std(unbiased=False))
         compared = comparable_rows(self.example_index, usable)
         if bool(compared.any()):  # a group of one image has no std
-            flat = group_count(self.example_index[compared & self.zero_variance_rows(combine)])
-            found["zero_std_groups"] = flat / group_count(self.example_index[compared])
+            flat = self.example_index[compared & self.zero_variance_rows(combine)].unique()
+            found["zero_std_groups"] = len(flat) / len(self.example_index[compared].unique())
         return found
 
     def _weighted(self, columns: Tensor) -> Tensor:

@@ -102,11 +102,6 @@ class Dataset(Sequence[Example]):
         """Difficulty of every example, by position."""
         return [item.difficulty for item in self.items]
 
-    @property
-    def stages(self) -> int:
-        """Stages of the curriculum; 1: there is no curriculum."""
-        return self.config.stages
-
     @cached_property
     def shapes(self) -> list[Shape]:
         """(height, width) of every example, by position."""
@@ -366,14 +361,17 @@ def read_item(item: ItemFiles, config: DataSection, crop: MaskCrop | None = None
         invert = item.inverts_mask(options)
         read = read_mask(open_image(item.mask_path), str(item.mask_path), invert=invert)
         mask, channel, doubt = read.mask, read.channel, read.doubt
-        if "source" in images:
-            _require_same_size(mask, images["source"], str(item.mask_path), "mask", "source")
     first = next((role for role in _SHAPING if role in images), None)
     height, width = shape = config.size_for(images[first].size if first else None)
-    for role in _COMPARED if first else ():
-        if first and role in images:
-            name = str(getattr(item, f"{role}_path"))
-            _require_same_size(images[role], images[first], name, _COMPARED[role], _COMPARED.get(first, "source"))
+    if first:
+        shaping, its = images[first], _COMPARED.get(first, "source")
+        masks = {"mask": mask} if mask is not None and first == "source" else {}
+        for role, image in (masks | {role: image for role, image in images.items() if role in _COMPARED}).items():
+            if image.size != shaping.size:
+                raise ImageProblem(
+                    f"{getattr(item, f'{role}_path')}: the {_COMPARED.get(role, role)} is {image.width} x "
+                    f"{image.height}, its {its} {shaping.width} x {shaping.height}; both must have one size"
+                )
     mask = _set_roles(item, images, mask, options)
     reading = Reading(channel, doubt, (0, 0, width, height))
     reference = images.pop("reference", None)
@@ -534,11 +532,3 @@ def _half(shown: Image.Image, mask: Image.Image, *, second: bool, name: str) -> 
 def mask_area(mask: Image.Image) -> int:
     """Masked pixels."""
     return int(sum(mask.histogram()[128:]))
-
-
-def _require_same_size(image: Image.Image, other: Image.Image, name: str, what: str, other_is: str) -> None:
-    if image.size != other.size:
-        raise ImageProblem(
-            f"{name}: the {what} is {image.width} x {image.height}, its {other_is} {other.width} x {other.height}; "
-            "both must have one size"
-        )

@@ -98,11 +98,12 @@ def require_groups(config: RunConfig, derived: Derived, data: Dataset) -> str | 
             "rollout.batches_per_epoch=1, or add data"
         )
     left_out = require_groups_of_one_shape(derived.global_groups_per_epoch, data)
-    easy = easiest(data.difficulties, 1, data.stages)
+    stages = data.config.stages
+    easy = easiest(data.difficulties, 1, stages)
     first = max(Counter(data.shapes[position] for position in easy).values())
     if derived.global_groups_per_epoch > first:
         raise ConfigError(
-            f"data.curriculum: given {data.stages}, whose first stage has {first} examples of one size, but an epoch "
+            f"data.curriculum: given {stages}, whose first stage has {first} examples of one size, but an epoch "
             f"takes {derived.global_groups_per_epoch} different ones; set fewer stages, or lower "
             "rollout.global_groups_per_batch x batches_per_epoch"
         )

@@ -91,7 +91,7 @@ def opened(path: Path | PackedImage) -> Iterator[Image.Image]:
         # A path alone would let Pillow map an uncompressed file into memory, which it does in a wrong size where a TIFF
         # lies on its side.
         stream = io.BytesIO(path.read()) if isinstance(path, PackedImage) else path.open("rb")
-        with stream, call_pillow(lambda: Image.open(stream)) as image:
+        with stream, call_pillow(Image.open, stream) as image:
             if image.format in _PROGRAMS:
                 raise ImageProblem(f"{path}: {image.format}, a program for a printer; convert it to PNG or JPEG")
             # Pillow scales the levels of a PNG of 2 or 4 bits to 0 to 255, but not its transparent grey.
@@ -121,10 +121,10 @@ class _PillowError(ValueError):
     """A ValueError of Pillow about a file: a text that is too long, a level of a plain PPM that is no number."""
 
 
-def call_pillow(read: Callable[[], _Result]) -> _Result:
-    """`read()` of what is in the file of an image; within `opened`, its ValueError becomes an ImageProblem."""
+def call_pillow(read: Callable[..., _Result], *given: Any) -> _Result:
+    """`read(*given)` of what is in the file of an image; within `opened`, its ValueError becomes an ImageProblem."""
     try:
-        return read()
+        return read(*given)
     except ValueError as error:
         raise _PillowError(str(error)) from error
 
@@ -178,7 +178,7 @@ def as_shown(image: Image.Image) -> Image.Image:
     if isinstance(key, tuple) and raw_mode(image) == "RGB;16B":  # Pillow keeps the high bytes alone of its values
         image.info["transparency"] = tuple(level >> 8 for level in key)
     call_pillow(image.load)
-    upright = call_pillow(lambda: ImageOps.exif_transpose(image))
+    upright = call_pillow(ImageOps.exif_transpose, image)
     if upright.mode.startswith("I"):  # 16 bits: Pillow's own conversion clips all but the darkest 255 levels to white
         levels = grey_words(image)
         grey = Image.fromarray((levels >> 8).astype(np.uint8), "L")

@@ -248,16 +248,15 @@ class CheckedScorer:
         """One outcome per item, in order."""
         outcomes: list[Outcome | None] = [malformed(item) or missing_needs(self.scorer.spec, item) for item in items]
         ready = [i for i, outcome in enumerate(outcomes) if outcome is None]
-        scored = self._in_batches(self._inseparable([items[i] for i in ready]))
+        # parts that are never split: single items, or the samples of a group, which follow each other
+        parts = [[items[i]] for i in ready]
+        if getattr(self.scorer, "compares_group", False):
+            groups = itertools.groupby([items[i] for i in ready], lambda item: item.group)
+            parts = [list(group) for _, group in groups]
+        scored = self._in_batches(parts)
         for i, outcome in zip(ready, scored, strict=True):
             outcomes[i] = outcome
         return [outcome for outcome in outcomes if outcome is not None]
-
-    def _inseparable(self, items: list[RewardItem]) -> list[list[RewardItem]]:
-        """The items in parts that are never split: single ones, or the samples of a group, which follow each other."""
-        if not getattr(self.scorer, "compares_group", False):
-            return [[item] for item in items]
-        return [list(group) for _, group in itertools.groupby(items, lambda item: item.group)]
 
     def _in_batches(self, parts: list[list[RewardItem]]) -> list[Outcome]:
         outcomes: list[Outcome] = []

@@ -14,6 +14,8 @@ from retouch.rollout.plan import StepPlan, deterministic, transition
 from retouch.types import Condition, DiffusionModel, Diverged, Trajectory
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from retouch.algorithms.base import Objective
 
 
@@ -58,7 +60,9 @@ def sample(
         x, generators = noise_for(shape, seeds, noise_seeds)
         x = x.to(device)
         # all noise [S, B, C, h, w] of the S stochastic steps before the first: the CPU would wait for a copy in each
-        rows = [latent_noise(shape, g) for _ in range(plan.stochastic) for g in generators]
+        rows = [
+            torch.randn(shape, generator=g, dtype=torch.float32) for _ in range(plan.stochastic) for g in generators
+        ]
         fresh = torch.stack(rows or [x.new_zeros(0)]).reshape(plan.stochastic, batch, *shape).to(device)
         states: list[Tensor] = []
         means: list[Tensor] = []
@@ -122,12 +126,7 @@ def noise_for(
     """Initial noise [B, *shape] fp32 on the CPU, and each row's generator, to draw its further noise from."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     first = generators if noise_seeds is None else [torch.Generator().manual_seed(seed) for seed in noise_seeds]
-    return torch.stack([latent_noise(shape, g) for g in first]), generators
-
-
-def latent_noise(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """One row's standard normal noise, fp32 on the CPU."""
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
+    return torch.stack([torch.randn(tuple(shape), generator=g, dtype=torch.float32) for g in first]), generators
 
 
 def latent_shape(model: DiffusionModel, size: tuple[int, int]) -> tuple[int, int, int]:
@@ -155,8 +154,13 @@ def require_drawn(broken: Sequence[int], example: int) -> None:
         )
 
 
-def to_uint8(images: Tensor) -> Tensor:
-    """[B, 3, H, W] in [-1, 1] -> [B, H, W, 3] uint8 on the CPU; NaN becomes black (see `broken_rows`)."""
+def to_uint8(images: Tensor, strip: Image | None = None) -> Tensor:
+    """[B, 3, H, W] in [-1, 1] -> [B, H, W, 3] uint8 on the CPU; NaN becomes black (see `broken_rows`).
+
+    Args:
+        strip: the in-context reference above each image, which is left out.
+    """
+    images = images if strip is None else images[:, :, strip.height :]
     return (
         ((images.nan_to_num(-1.0).clamp(-1, 1) + 1) * 127.5)
         .round()

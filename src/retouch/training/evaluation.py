@@ -57,10 +57,9 @@ from retouch.rollout.sampler import (
 )
 from retouch.training.scoring import (
     RewardOutage,
-    items_of,
+    item_of,
     raise_together,
     settle,
-    without_strip,
 )
 from retouch.types import DiffusionModel, Example, Outcome, Score
 
@@ -195,9 +194,9 @@ def draw_and_score(
         places += rows
         with clock.part("vae"):
             decoded = model.decode(final)
-            images = without_strip(to_uint8(decoded), batch)
+            images = to_uint8(decoded, batch[0].strip)
         raw += list(images.numpy())
-        items = items_of(batch, images, [e.id for e in batch])
+        items = [item_of(example, images[i].numpy(), i) for i, example in enumerate(batch)]
         if rewards.evaluated:
             pending.append(rewards.submit(items, broken=broken_rows(decoded), training=False))
     with clock.part("reward_wait"):

@@ -6,8 +6,8 @@ their rewards from `rewarded_samples`.
     choose      `curriculum_examples`, and `further_examples` for groups without a signal
     sample      `sample_groups`, `roll_out`: K images of each example
     submit      in `roll_out`: rewards are computed while the next batch is sampled
-    settle      `await_rewards`, then `settle` in `sample_and_score`: until all are in, on all processes
-    gather      `gathered_or_refused`: the rewards of all processes, unless too many failed
+    settle      `sample_and_score`: until all are in, on all processes
+    gather      `gathered`: the rewards of all processes, unless too many failed (`refuse_failures`)
     advantages  `advantages_of`
     balance     `dealing.evenly_dealt`: as many rows on every process
 
@@ -23,6 +23,7 @@ on).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent import futures
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -32,7 +33,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from retouch.algorithms.base import AdvantageConfig, RlConfig
-from retouch.core.advantages import RewardRows, comparable_rows, group_count
+from retouch.core.advantages import RewardRows, comparable_rows
 from retouch.data.sampler import (
     Slot,
     curriculum_examples,
@@ -48,14 +49,12 @@ from retouch.rewards.protocol import RewardItem
 from retouch.rewards.sharing import Gather
 from retouch.rewards.table import RewardTable, Scores
 from retouch.rollout.sampler import broken_rows, objective_region, sample, to_uint8
-from retouch.training.build import Run
 from retouch.training.dealing import evenly_dealt
 from retouch.training.pixel_gradients import scaled_reward_gradients
 from retouch.training.scoring import (
     RewardOutage,
     Tally,
-    arrived,
-    items_of,
+    item_of,
     judge_details,
     judge_statistics,
     raise_together,
@@ -63,7 +62,6 @@ from retouch.training.scoring import (
     settle,
     tally_of,
     values_of,
-    without_strip,
 )
 from retouch.training.session import Session
 from retouch.types import Trajectory
@@ -162,20 +160,23 @@ def rewarded_samples(
     """
     session.recorder.probe_rewards()
     run, data = session.run, session.run.data
-    curriculum = run.config.seed, session.progress.epoch, run.derived.epochs, data.stages
+    curriculum = run.config.seed, session.progress.epoch, run.derived.epochs, data.config.stages
     chosen = curriculum_examples(data.difficulties, run.derived.global_groups_per_epoch, *curriculum, data.shapes)
-    slots, experience, scores = sample_and_score(session, algorithm, chosen, policy)
-    tally, rewards = gathered_or_refused(run, slots, scores)
-    for round_number in range(algorithm.resample_rounds):
-        if not (further := further_examples(session, algorithm, rewards, chosen, round_number)):
+    slots, parts, scores, rounds = list[Slot](), list[Experience](), list[Scores](), 0
+    further = chosen
+    while True:
+        new_slots, experience, new_scores = sample_and_score(session, algorithm, further, policy)
+        slots, parts, scores = slots + new_slots, [*parts, experience], scores + new_scores
+        tally = tally_of(run.rewards, scores)  # of all rounds so far
+        refuse_failures(run.engine.gather_list([tally]), run.config.reward_client)
+        rewards = gathered(run.engine, run.rewards, slots, scores)
+        if rounds == algorithm.resample_rounds:
             break
-        chosen += further
-        new_slots, new_experience, new_scores = sample_and_score(session, algorithm, further, policy)
-        slots, scores = slots + new_slots, scores + new_scores
-        experience = joined([experience, new_experience])
-        tally, rewards = gathered_or_refused(run, slots, scores)
+        if not (further := further_examples(session, algorithm, rewards, chosen, rounds)):
+            break
+        chosen, rounds = chosen + further, rounds + 1
     log_rollouts(session, algorithm, scores, rewards, tally)
-    return experience, scores, rewards
+    return joined(parts), scores, rewards
 
 
 # --- choose ---
@@ -188,16 +189,16 @@ def further_examples(
     than two rewards that did not fail), or those that are left; the same on every process."""
     run, epoch = session.run, session.progress.epoch
     signal = comparable_rows(rewards.example_index, rewards.usable) & ~rewards.zero_variance_rows(algorithm.combine)
-    missing = run.derived.global_groups_per_epoch - group_count(rewards.example_index[signal])
+    missing = run.derived.global_groups_per_epoch - len(rewards.example_index[signal].unique())
     if missing <= 0:
         return []
-    pool = curriculum_pool(run.data.difficulties, epoch, run.derived.epochs, run.data.stages)
+    pool = curriculum_pool(run.data.difficulties, epoch, run.derived.epochs, run.data.config.stages)
     fitting = [i for i in pool if run.data.shapes[i] == run.data.shapes[chosen[0]]]
     taken = set(range(len(run.data))).difference(fitting).union(chosen)  # of a curriculum, also what is too hard yet
     return other_examples(len(run.data), taken, missing, run.config.seed, epoch, round_number)
 
 
-# --- sample, submit ---
+# --- sample, submit, settle ---
 
 
 def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[int], policy: str | None) -> Samples:
@@ -207,9 +208,15 @@ def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[i
         RewardOutage: on every process.
         Stopped: asked to stop between batches, or while rewards are computed.
     """
-    slots, experience, pending = sample_groups(session, algorithm, examples, policy)
-    await_rewards(session, pending)
     run, scores, outage = session.run, list[Scores](), None
+    slots, experience, pending = sample_groups(session, algorithm, examples, policy)
+    weighted = [future for batch in pending for future in batch.weighted_futures]
+    late = True
+    while late:  # looking for requests to stop: a judge may take minutes
+        with run.clock.part("reward_wait"):
+            late = run.engine.any(bool(futures.wait(weighted, LOOK_S).not_done))
+        if late:
+            session.check_stop()
     with run.clock.part("reward_wait"):
         try:
             scores = settle(run.rewards, pending, run.config.reward_client, stop_heard=lambda: session.stops.heard)
@@ -263,11 +270,11 @@ def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], numbe
         trajectory = sample(run.model, run.network, plan, condition, seeds, shared, region, mode, keep_means=means)
     with run.clock.part("vae"):
         decoded = run.model.decode(trajectory.final)
-        images = without_strip(to_uint8(decoded), examples)
+        images = to_uint8(decoded, examples[0].strip)
         broken = broken_rows(decoded, trajectory.log_probs.to(decoded.device))
     run.costs.images += len(slots)
     scored = len(slots) - sum(slot.padding for slot in slots)  # padding is last
-    items = items_of(examples, images, [e.id for e in examples])[:scored]
+    items = [item_of(example, images[i].numpy(), i) for i, example in enumerate(examples[:scored])]
     scores = run.rewards.submit(items, broken=[row for row in broken if row < scored])
     return recorded_rows(slots, seeds, trajectory, broken), scores
 
@@ -290,7 +297,7 @@ def recorded_rows(
         latents=tensors["latents"],
         log_probs=tensors["log_probs"],
         advantages=zeros,
-        counts_in_loss=zeros,
+        counts_in_loss=zeros.clone(),
         means=tensors.get("means", nothing),
         reference_means=nothing,
     )
@@ -298,38 +305,12 @@ def recorded_rows(
 
 def joined(parts: Sequence[Experience]) -> Experience:
     """The rows of all parts, in order."""
+    if len(parts) == 1:
+        return parts[0]
     return Experience(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Experience)))
 
 
-# --- settle ---
-
-
-def await_rewards(session: Session, pending: Sequence[Scores]) -> None:
-    """Until the rewards of all processes are in, looking for requests to stop: a judge may take minutes.
-
-    Raises:
-        Stopped: asked to stop.
-    """
-    while True:
-        with session.run.clock.part("reward_wait"):
-            late = session.run.engine.any(not arrived(pending, LOOK_S))
-        if not late:
-            return
-        session.check_stop()
-
-
 # --- gather ---
-
-
-def gathered_or_refused(run: Run, slots: Sequence[Slot], scores: Sequence[Scores]) -> tuple[Tally, RewardRows]:
-    """The tally of this process's samples so far, and the rewards of all processes.
-
-    Raises:
-        FailureRateExceeded: too many of all processes failed; on every process.
-    """
-    tally = tally_of(run.rewards, scores)
-    refuse_failures(run.engine.gather_list([tally]), run.config.reward_client)
-    return tally, gathered(run.engine, run.rewards, slots, scores)
 
 
 def gathered(engine: Engine, table: RewardTable, slots: Sequence[Slot], scores: Sequence[Scores]) -> RewardRows:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from retouch.core.objectives.sft import denoising_rows
 from retouch.core.schedule import Schedule
 from retouch.data.sampler import derive_seed
-from retouch.rollout.sampler import latent_noise
 from retouch.training.build import Run
 from retouch.types import Condition, DiffusionModel
 
@@ -52,7 +51,8 @@ def noised_copies(
     device = run.engine.device
     schedule = run.schedule(condition.size)
     # all are sampled, whichever are taken: a copy must not depend on how many are in a forward
-    sampled = [[latent_noise(x0.shape[1:], g) for _ in range(copies)] for g in generators]
+    shape = x0.shape[1:]
+    sampled = [[torch.randn(shape, generator=g, dtype=torch.float32) for _ in range(copies)] for g in generators]
     places = [
         [(k + torch.rand((), generator=g, dtype=torch.float64)) / copies for k in range(copies)] for g in generators
     ]

@@ -12,7 +12,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent import futures
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -41,19 +40,9 @@ _RUN_IMAGES = 200  # a failure rate over fewer images means little
 # --- submit ---
 
 
-def without_strip(images: Tensor, examples: Sequence[Example]) -> Tensor:
-    """Images [B, H, W, 3] without the strip of the in-context reference above them, which all examples have or none."""
-    strip = examples[0].strip
-    return images if strip is None else images[:, strip.height :]
-
-
-def items_of(examples: Sequence[Example], images: Tensor, group_ids: Sequence[int]) -> list[RewardItem]:
-    """Scorers' inputs for samples: the image, and everything of its example except the target."""
-    return [item_of(example, images[i].numpy(), i, group_ids[i]) for i, example in enumerate(examples)]
-
-
-def item_of(example: Example, image: Pixels, number: int, group: int) -> RewardItem:
-    """Scorers' input for one image [H, W, 3] of an example."""
+def item_of(example: Example, image: Pixels, number: int) -> RewardItem:
+    """Scorers' input for one image [H, W, 3] of an example: the image, and everything of its example except the
+    target. The images of an example are a group."""
     return RewardItem(
         id=number,
         prompt=example.prompt,
@@ -61,18 +50,12 @@ def item_of(example: Example, image: Pixels, number: int, group: int) -> RewardI
         mask=None if example.mask is None else np.asarray(example.mask),
         source=None if example.source is None else np.asarray(example.source),
         reference=None if example.reference is None else np.asarray(example.reference),
-        group=group,
+        group=example.id,
         metadata=dict(example.metadata),
     )
 
 
 # --- settle ---
-
-
-def arrived(batches: Sequence[Scores], timeout_s: float) -> bool:
-    """Wait for the rewards that train, so long at most -> whether all of them are in."""
-    pending = [future for batch in batches for future in batch.weighted_futures]
-    return not futures.wait(pending, timeout_s).not_done
 
 
 def settle(

@@ -137,7 +137,7 @@ class OutputReader:
         """
         example = examples.get(output.position, lambda _: native_example(output.item, self._section))
         image = self._benchmark.prepared(saved_image(path), example.source, example.mask)
-        return item_of(example, np.asarray(image), number, example.id)
+        return item_of(example, np.asarray(image), number)
 
     def images(self, outputs: Sequence[tuple[Output, Path]]) -> Iterator[Pixels | None]:
         """The images of outputs as they are scored; None for one that cannot be read, which scorers report."""

@@ -108,7 +108,7 @@ def items_of(result: DuelImages, examples: Sequence[Example], entry: RewardEntry
     images = result.images if entry.paste_back else result.raw
     for number, (row, image) in enumerate(zip(result.rows, images, strict=True)):
         example = by_id[row["example"]]
-        found[row["example"], row["index"]] = viewed(item_of(example, image, number, example.id), view)
+        found[row["example"], row["index"]] = viewed(item_of(example, image, number), view)
     return found
 
 

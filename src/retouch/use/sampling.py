@@ -32,7 +32,6 @@ from retouch.rollout.encoded import encoded_ahead
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import broken_rows, require_drawn, sample, to_uint8
 from retouch.taste.images import SAMPLES
-from retouch.training.scoring import without_strip
 from retouch.types import Condition, Example
 from retouch.use.items import SampleRequest, make_folder, mask_crop, require_multiples
 from retouch.use.loaded import Loaded, for_items
@@ -216,7 +215,7 @@ def draw(
     decoded = loaded.model.decode(sample(loaded.model, loaded.network, plan, condition, list(seeds)).final)
     broken = broken_rows(decoded)
     require_drawn(broken, examples[broken[0] if broken else 0].id)
-    images = without_strip(to_uint8(decoded), examples)
+    images = to_uint8(decoded, examples[0].strip)
     return [Image.fromarray(image) for image in images.numpy()]
 
 

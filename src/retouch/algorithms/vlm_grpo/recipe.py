@@ -175,7 +175,7 @@ class VlmTrainer(RunTrainer):
         derived, count = run.derived, run.derived.generations * run.derived.global_prompts_per_generation
         repeats = arguments.num_iterations * (arguments.steps_per_generation or 1)  # TRL has filled it in
         self.order = PromptOrder(
-            curriculum_order(run.data.difficulties, count, config.seed, run.data.stages),
+            curriculum_order(run.data.difficulties, count, config.seed, run.data.config.stages),
             derived.global_prompts_per_generation,
             algorithm.count("num_generations"),
             repeats,

@@ -27,7 +27,7 @@ from retouch.rewards.protocol import RewardItem
 from retouch.rewards.table import Scores
 from retouch.rollout.sampler import broken_rows, to_uint8
 from retouch.training.evaluation import Evaluation, measures
-from retouch.training.scoring import items_of, settle
+from retouch.training.scoring import item_of, settle
 from retouch.types import Example, Outcome, Score
 
 KEPT_NEGATIVES = 64
@@ -215,10 +215,9 @@ def sources_of(example: Example) -> tuple[Image, ...]:
 def _items(completion: ScoredCompletion, ended: bool) -> list[RewardItem]:
     """Reward items of the images of a completion; the metadata holds the completion and whether it has ended."""
     example, images = completion.example, completion.images
-    items = items_of([example] * len(images), images, [example.id] * len(images))
-    return [
-        replace(item, metadata={**item.metadata, "completion": completion.text, "finished": ended}) for item in items
-    ]
+    about = {"completion": completion.text, "finished": ended}
+    items = [item_of(example, image.numpy(), number) for number, image in enumerate(images)]
+    return [replace(item, metadata={**item.metadata, **about}) for item in items]
 
 
 def _with_scores(generated: Sequence[ScoredCompletion], scores: Scores, each: int) -> list[ScoredCompletion]:
