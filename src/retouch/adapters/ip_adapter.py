@@ -20,12 +20,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from retouch.adapters.formats import (
-    AdapterFile,
-    check_tensors,
-    describe_unused,
-    read_adapter,
-)
+from retouch.adapters.formats import AdapterFile, check_tensors, describe_unused, read_adapter
 from retouch.adapters.hosts import Host, host_of
 from retouch.adapters.shape import AdapterShape, Head
 from retouch.config.errors import ConfigError

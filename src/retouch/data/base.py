@@ -11,12 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast, get_args
 
-from pydantic import (
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    field_validator,
-)
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from retouch.config.base import Count, Section, containing
 from retouch.config.errors import explain

@@ -24,14 +24,7 @@ from retouch.observe.gallery import gallery, image_inside, linked_away, shown_fi
 from retouch.observe.kept import steps_kept
 from retouch.observe.measures import DRIFT, SECTIONS, judged
 from retouch.observe.page import Block, Markup, Page, PageTable, document, part, table
-from retouch.observe.run_dir import (
-    MOST_TEXT,
-    read_config,
-    read_metrics,
-    read_own_rows,
-    reading_records,
-    require_own,
-)
+from retouch.observe.run_dir import MOST_TEXT, read_config, read_metrics, read_own_rows, reading_records, require_own
 from retouch.observe.settings import alike
 from retouch.observe.statistics import MIN_EXAMPLES, paired_difference
 from retouch.observe.status import status_of

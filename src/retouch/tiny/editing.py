@@ -32,10 +32,7 @@ from transformers import DynamicCache
 from retouch.algorithms.vlm_grpo.images import ImageRequest, freeze, generate_images
 from retouch.data.sampler import derive_seed
 from retouch.families.loading import family_class
-from retouch.families.qwen.text import (
-    chat,
-    template,
-)
+from retouch.families.qwen.text import chat, template
 from retouch.families.tiny import tiny_pipeline
 from retouch.rollout.sampler import to_uint8
 from retouch.tiny.edits import COLOURS, SIDE, THINGS, colour_share, draw_shape, instructions, painted

@@ -36,14 +36,8 @@ from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.families.loading import family_class, load_model
 from retouch.families.sd3.spec import Sd3Model
 from retouch.families.sd_inpaint.spec import SdInpaintModel
-from retouch.families.text import (
-    TextEncoder,
-    TextEncoders,
-)
-from retouch.families.tiny import (
-    TEXT_TOKENS,
-    tiny_pipeline,
-)
+from retouch.families.text import TextEncoder, TextEncoders
+from retouch.families.tiny import TEXT_TOKENS, tiny_pipeline
 from retouch.observe import Stopwatch
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.scorers.ocr import OcrReward

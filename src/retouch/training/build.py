@@ -18,13 +18,7 @@ from retouch.config import Derived, RunConfig, derive
 from retouch.config.needs import needed_pictures
 from retouch.core.schedule import Schedule
 from retouch.data.dataset import Dataset, all_embedded, load_dataset
-from retouch.data.rules import (
-    require_groups,
-    require_held_out,
-    require_one_batch,
-    require_targets,
-    shape_warnings,
-)
+from retouch.data.rules import require_groups, require_held_out, require_one_batch, require_targets, shape_warnings
 from retouch.data.texts import require_texts_of
 from retouch.engine import Checkpoints, Engine, Policy
 from retouch.families.embeddings import require_prompts

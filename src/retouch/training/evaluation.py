@@ -50,17 +50,8 @@ from retouch.observe.transfer import transfers
 from retouch.rewards.table import RewardTable, Scores
 from retouch.rollout.encoded import encoded_ahead
 from retouch.rollout.plan import ode_plan
-from retouch.rollout.sampler import (
-    broken_rows,
-    sample,
-    to_uint8,
-)
-from retouch.training.scoring import (
-    RewardOutage,
-    item_of,
-    raise_together,
-    settle,
-)
+from retouch.rollout.sampler import broken_rows, sample, to_uint8
+from retouch.training.scoring import RewardOutage, item_of, raise_together, settle
 from retouch.types import DiffusionModel, Example, Outcome, Score
 
 if TYPE_CHECKING:

@@ -34,14 +34,7 @@ from torch import Tensor
 
 from retouch.algorithms.base import AdvantageConfig, RlConfig
 from retouch.core.advantages import RewardRows, comparable_rows
-from retouch.data.sampler import (
-    Slot,
-    curriculum_examples,
-    curriculum_pool,
-    derive_seed,
-    other_examples,
-    rank_slots,
-)
+from retouch.data.sampler import Slot, curriculum_examples, curriculum_pool, derive_seed, other_examples, rank_slots
 from retouch.engine import Engine
 from retouch.errors import ConfigError, code_place
 from retouch.observe.grids import grid

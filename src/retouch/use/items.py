@@ -26,15 +26,7 @@ from retouch.files.disk import on_disk
 from retouch.imaging.fitting import FITS, MaskCrop
 from retouch.imaging.masks import Box
 from retouch.imaging.reading import PackedImage, open_image, packed, to_rgb
-from retouch.use.regions import (
-    ImageFile,
-    boxes_mask,
-    masks_of,
-    places_of,
-    template_prompt,
-    text_metadata,
-    united,
-)
+from retouch.use.regions import ImageFile, boxes_mask, masks_of, places_of, template_prompt, text_metadata, united
 
 logger = logging.getLogger(__name__)
 

@@ -24,12 +24,7 @@ import torch
 from torch import Tensor
 
 from retouch.algorithms.reward_gradient.config import RewardGradientConfig
-from retouch.core.objectives.reward_gradient import (
-    estimate_coefficients,
-    implied_data,
-    linear_loss,
-    step_coefficients,
-)
+from retouch.core.objectives.reward_gradient import estimate_coefficients, implied_data, linear_loss, step_coefficients
 from retouch.core.reduce import region_of_kept, row_mean, weighted_mean, within
 from retouch.data.sampler import derive_seed
 from retouch.rewards.gradient import PixelReward, pixel_rewards

@@ -51,13 +51,7 @@ from retouch.training.resume import (
     same_kind,
     with_kept_defaults,
 )
-from retouch.training.scoring import (
-    FailureRateExceeded,
-    RewardOutage,
-    raise_together,
-    refuse_failures,
-    tally_of,
-)
+from retouch.training.scoring import FailureRateExceeded, RewardOutage, raise_together, refuse_failures, tally_of
 
 logger = logging.getLogger(__name__)
 

@@ -17,14 +17,7 @@ from retouch.errors import ConfigError
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.weights import (
-    loading,
-    read_weights,
-    require_all,
-    train_extra,
-    version_of,
-    weights_file,
-)
+from retouch.rewards.scorers.weights import loading, read_weights, require_all, train_extra, version_of, weights_file
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:

@@ -21,14 +21,7 @@ from retouch.rewards.addresses import is_local, is_openai
 from retouch.rewards.base import PackageScorer, Question, RewardEntry
 from retouch.rewards.judge import COMMON, JudgeConfig
 from retouch.rewards.protocol import RewardItem, raised
-from retouch.rewards.scorers.judge_client import (
-    KEY_VARIABLE,
-    Budget,
-    BudgetSpent,
-    JudgeClient,
-    JudgeError,
-    has_key,
-)
+from retouch.rewards.scorers.judge_client import KEY_VARIABLE, Budget, BudgetSpent, JudgeClient, JudgeError, has_key
 from retouch.rewards.scorers.judge_replies import read_by, text_of
 from retouch.types import Failure, Outcome
 

@@ -24,14 +24,7 @@ from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import constants_of
 from retouch.rewards.scorers.fn import find_function, source_digest
 from retouch.rewards.scorers.judge_client import image_part
-from retouch.rewards.scorers.judged import (
-    PUBLISHED,
-    JudgeEntry,
-    JudgeScorer,
-    read_object,
-    require_prompts,
-    schema_of,
-)
+from retouch.rewards.scorers.judged import PUBLISHED, JudgeEntry, JudgeScorer, read_object, require_prompts, schema_of
 from retouch.rewards.scorers.knowledge_graph import (
     KnowledgeGraph,
     closed_ged,

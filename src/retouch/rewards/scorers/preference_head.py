@@ -21,14 +21,7 @@ from retouch.errors import ConfigError
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
-from retouch.rewards.scorers.weights import (
-    loading,
-    read_weights,
-    require_all,
-    train_extra,
-    version_of,
-    weights_file,
-)
+from retouch.rewards.scorers.weights import loading, read_weights, require_all, train_extra, version_of, weights_file
 from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:
