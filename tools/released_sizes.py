@@ -22,7 +22,7 @@ from retouch.doctor.networks import released_encoder, released_parts
 from retouch.families import FAMILIES
 from retouch.families.base import FamilySpec
 from retouch.families.quantized import sizes_of
-from retouch.families.sizes import FILE, Sizes, monomials
+from retouch.families.sizes import BIAS, FILE, Sizes, monomials
 
 PLACE = Path(__file__).resolve().parents[1] / "src/retouch/families" / FILE
 
@@ -56,7 +56,7 @@ def counted(spec: FamilySpec) -> dict[str, Any]:
 def as_stored(network: Sizes, others: Mapping[str, int], more: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of a family in the file; `weights` has [name with * for the number of its block, [[first, last] of
     these numbers], shape, whether `model.quantize` stores it in fewer bits] for all weights that differ in that
-    number."""
+    number; a name that ends in `BIAS` is that of a weight and its bias."""
     alike: dict[tuple[str, tuple[int, ...], bool], list[int]] = defaultdict(list)
     for name, shape in network.shapes.items():
         parts = name.split(".")
@@ -66,7 +66,19 @@ def as_stored(network: Sizes, others: Mapping[str, int], more: Mapping[str, Any]
         folded = name if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])
         alike[folded, shape, name in network.matrices] += [] if at is None else [int(parts[at])]
     rows = [[name, _runs(numbers), list(shape), whole] for (name, shape, whole), numbers in alike.items()]
-    return {"weights": rows, "buffers": network.buffers, "tables": network.tables, "others": dict(others), **more}
+    return {"weights": with_biases(rows), "buffers": network.buffers, "tables": network.tables, "others": dict(others), **more}
+
+
+def with_biases(rows: Sequence[list[Any]]) -> list[list[Any]]:
+    """The rows, with one for a weight and its bias where both are in the same blocks."""
+    biases = [row for row in rows if row[0].endswith(".bias")]
+    found, paired = list[list[Any]](), list[list[Any]]()
+    for name, runs, shape, whole in rows:
+        bias = [f"{name.removesuffix('weight')}bias", runs, shape[:1], False]
+        has_one = name.endswith(".weight") and bias in biases
+        paired += [bias] if has_one else []
+        found.append([name + BIAS if has_one else name, runs, shape, whole])
+    return [row for row in found if row not in paired]
 
 
 def _runs(numbers: Iterable[int]) -> list[list[int]]:

@@ -6,11 +6,13 @@ complete: what was given, what is expected, what to set. The command line prints
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from retouch.process.plain_text import printable
@@ -24,6 +26,12 @@ class RetouchError(Exception):
 
     def __init__(self, *given: object) -> None:
         super().__init__(*(printable(_shortened(one)) if isinstance(one, str) else one for one in given))
+
+
+@cache
+def log_once(log: logging.Logger, message: str, *given: object) -> None:
+    """Log a warning where this process has not logged it about the same values yet."""
+    log.warning(message, *given)
 
 
 MOST_CHARACTERS = 8000

@@ -15,7 +15,8 @@ from retouch.config.kinds import changed_tag
 from retouch.config.load import overlaid, read_yaml
 from retouch.config.reads import Reading
 from retouch.data.formats import FORMATS
-from retouch.families import FAMILIES, base
+from retouch.errors import log_once
+from retouch.families import FAMILIES
 from retouch.rewards import REWARDS
 
 from .conftest import BASE, REPOSITORY
@@ -157,7 +158,7 @@ def test_a_misspelled_kind_has_its_message_alone() -> None:
 @pytest.mark.parametrize(("short", "family"), [("flux", "flux_fill"), ("qwen", "qwen_image")])
 def test_the_guides_names_of_models_are_families(short: str, family: str, caplog: pytest.LogCaptureFixture) -> None:
     """On the command line, in a file, in Python; a note is logged once."""
-    base._note_short.cache_clear()
+    log_once.cache_clear()
     run = {**BASE, "model": {"family": family, "path": "tiny", "train": {"kind": "lora", "rank": 4}}}
     run["rollout"] = {"guidance_scale": 4.0}  # would have to be set anew for another family
     if family == "qwen_image":

@@ -13,6 +13,7 @@ from retouch.config.base import Section
 from retouch.config.errors import CUSTOM, nearest
 from retouch.core.rules import STEP_RULES
 from retouch.data.formats import FORMATS
+from retouch.errors import log_once
 from retouch.families import FAMILIES
 from retouch.rewards import REWARDS
 from retouch.rewards.client.config import RewardClientConfig
@@ -159,6 +160,7 @@ def test_a_key_that_is_gone_is_read_and_told_where_it_had_another_value(
     section: type[Section], key: str, today: object, other: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Run directories of earlier versions have it."""
+    log_once.cache_clear()
     model = {"model": "judge"} if "address" in section.model_fields else {}
     assert section.model_validate({**model, key: today}) == section.model_validate(model) and not caplog.records
     assert section.model_validate({**model, key: other}) == section.model_validate(model)

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
-from retouch.config import load_run, numbers, variables
+from retouch.config import load_run, numbers
+from retouch.errors import log_once
 from retouch.families.qwen_image.model import QwenImage
 from retouch.families.qwen_image_edit.model import QwenImageEdit
 from retouch.families.qwen_image_edit.spec import EditVariant
@@ -127,7 +128,7 @@ def test_one_set_of_variables_names_the_judge(
     assert judge() == ("auto", "https://api.openai.com/v1")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://proxy:1/v1")
     assert judge() == ("auto", "http://proxy:1/v1")
-    variables._note_former.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    log_once.cache_clear()
     monkeypatch.setenv("JUDGE_ADDRESS", "http://former:1/v1")
     assert judge() == judge() == ("auto", "http://former:1/v1")
     assert [record.getMessage() for record in caplog.records] == [

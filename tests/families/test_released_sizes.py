@@ -36,6 +36,10 @@ def test_names_that_differ_in_the_number_of_a_block_are_one_line() -> None:
         "blocks.1.a.0.weight": (2, 3),
         "blocks.2.a.0.weight": (4, 3),
         "blocks.3.a.0.weight": (2, 3),
+        "blocks.0.a.0.bias": (2,),
+        "blocks.1.a.0.bias": (2,),
+        "blocks.2.a.0.bias": (4,),
+        "blocks.3.a.0.bias": (2,),
         "down.1.transformer_blocks.0.b": (5,),
         "down.1.transformer_blocks.1.b": (5,),
     }
@@ -44,8 +48,8 @@ def test_names_that_differ_in_the_number_of_a_block_are_one_line() -> None:
     assert stored == {
         "weights": [
             ["x.weight", [], [7], False],
-            ["blocks.*.a.0.weight", [[0, 1], [3, 3]], [2, 3], False],
-            ["blocks.*.a.0.weight", [[2, 2]], [4, 3], True],
+            ["blocks.*.a.0.weight+bias", [[0, 1], [3, 3]], [2, 3], False],
+            ["blocks.*.a.0.weight+bias", [[2, 2]], [4, 3], True],
             ["down.1.transformer_blocks.*.b", [[0, 1]], [5], False],
         ],
         "buffers": 11,
@@ -53,5 +57,5 @@ def test_names_that_differ_in_the_number_of_a_block_are_one_line() -> None:
         "others": {"vae": 13},
         "decode": {},
     }
-    assert sizes.weights == 7 + 18 + 12 + 10
-    assert sizes.quantized_bytes("int8", 2) == 12 + 4 * 4 + 2 * 35
+    assert sizes.weights == 7 + 18 + 12 + 10 + 10
+    assert sizes.quantized_bytes("int8", 2) == 12 + 4 * 4 + 2 * 45

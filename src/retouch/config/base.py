@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 from retouch.config.reads import Reading, require_read_beside
+from retouch.errors import log_once
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
@@ -59,6 +59,9 @@ class Names:
     what: Literal["code", "host", "servers"]
     own: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
+
+
+_RENAMED = "%s: this is now written %s; both are read"
 
 
 class Section(BaseModel):
@@ -137,12 +140,12 @@ class Section(BaseModel):
                     continue
                 if key in section:
                     raise ValueError(f"{key}: also given as {former}, its former name; leave {former} out")
-                _tell(former, key)
+                log_once(logger, _RENAMED, former, key)
                 section = {key if name == former else name: value for name, value in section.items()}
             for key, values in cast("Mapping[str, Mapping[str, str]]", vars(kind).get("VALUE_ALIASES", {})).items():
                 value = section.get(key)
                 if isinstance(value, str) and value in values:
-                    _tell(f"{key}: {value}", f"{key}: {values[value]}")
+                    log_once(logger, _RENAMED, f"{key}: {value}", f"{key}: {values[value]}")
                     section[key] = values[value]
         return section
 
@@ -172,7 +175,8 @@ class Section(BaseModel):
         for kind in cls.__mro__:
             for key, today in cast("Mapping[str, object]", vars(kind).get("RETIRED", {})).items():
                 if (given := section.pop(key, today)) != today:  # a stored run file is still read
-                    _warn_of_retired(f"{key}: given {given!r}, which earlier versions had; every run has {today!r}")
+                    told = f"{given!r}, which earlier versions had; every run has {today!r}"
+                    log_once(logger, "%s: given %s", key, told)
         return section
 
 
@@ -187,15 +191,3 @@ def sections(value: object, key: str = "") -> Iterator[tuple[str, Section]]:
     elif isinstance(value, Mapping):
         for name, entry in cast("Mapping[object, object]", value).items():
             yield from sections(entry, f"{key}.{name}")
-
-
-@cache
-def _warn_of_retired(message: str) -> None:
-    """Log it once."""
-    logger.warning("%s", message)
-
-
-@cache
-def _tell(former: str, now: str) -> None:
-    """Log a renamed key or value once."""
-    logger.warning("%s: this is now written %s; both are read", former, now)

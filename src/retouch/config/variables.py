@@ -6,13 +6,13 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import BaseModel
 
 from retouch.config.errors import ConfigError
+from retouch.errors import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -81,11 +81,11 @@ def _environment(name: str) -> str | None:
     former = _FORMER_NAMES.get(name)
     if former is None or os.environ.get(name) or not os.environ.get(former):
         return os.environ.get(name)
-    _note_former(former, name)
+    log_once(
+        logger,
+        "%s: the variable is now called %s and read under both names; export %s instead",
+        former,
+        name,
+        name,
+    )
     return os.environ[former]
-
-
-@cache
-def _note_former(former: str, name: str) -> None:
-    """Log a renamed variable once."""
-    logger.warning("%s: the variable is now called %s and read under both names; export %s instead", former, name, name)

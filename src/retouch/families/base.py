@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -14,6 +13,7 @@ from pydantic_core import to_jsonable_python
 
 from retouch.config.base import Positive, Section, Text
 from retouch.config.reads import ReadBy
+from retouch.errors import log_once
 from retouch.families import FAMILIES
 from retouch.families.facts import AdapterFacts, FamilySpec
 from retouch.families.trained import Train, TrainFull, TrainIpAdapter, TrainLora
@@ -85,12 +85,6 @@ SHORT_NAMES = {"flux": "flux_fill", "qwen": "qwen_image"}
 """Names of models in the usual fine-tuning scripts -> families. No former names: run files never had them."""
 
 
-@cache
-def _note_short(short: str) -> None:
-    """Log once which family a short name is read as."""
-    logger.warning("model.family: given %r, which is read as %s", short, SHORT_NAMES[short])
-
-
 class ModelSection(Section):
     """The diffusion model: family, files, precision, and its trained part."""
 
@@ -142,7 +136,7 @@ class ModelSection(Section):
         section = super().renamed(given)
         family = section.get("family")
         if isinstance(family, str) and family in SHORT_NAMES:
-            _note_short(family)
+            log_once(logger, "model.family: given %r, which is read as %s", family, SHORT_NAMES[family])
             section["family"] = SHORT_NAMES[family]
         return section
 

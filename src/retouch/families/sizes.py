@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 FILE = "released_sizes.json"
 """Beside this module; written by `tools/released_sizes.py`."""
 
+BIAS = "+bias"
+"""End of the name of a weight in the file whose module has a bias as well, of as many numbers as it has rows."""
+
 BLOCK = 64
 """Weights that share a scale in nf4."""
 
@@ -111,8 +114,10 @@ def released_sizes(spec: FamilySpec) -> Released | None:
 def _unfolded(
     name: str, runs: Sequence[Sequence[int]], shape: Sequence[int], quantized: bool
 ) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-    if "*" not in name:
-        yield name, tuple(shape), quantized
-    for first, last in runs:
-        for number in range(first, last + 1):
-            yield name.replace("*", str(number)), tuple(shape), quantized
+    weight = name.removesuffix(BIAS)
+    numbers = [number for first, last in runs for number in range(first, last + 1)] if "*" in name else [0]
+    for number in numbers:
+        own = weight.replace("*", str(number))
+        yield own, tuple(shape), quantized
+        if weight != name:
+            yield f"{own.removesuffix('weight')}bias", (shape[0],), False

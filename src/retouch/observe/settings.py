@@ -6,7 +6,6 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from retouch.algorithms.vlm_grpo.trl_options import SAMPLING
 from retouch.config import yaml12
 from retouch.config.load import with_new_names
 from retouch.config.parts import completed, model_of
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, log_once
 from retouch.files.disk import is_own
 from retouch.observe.run_dir import MOST_TEXT, read_config
 from retouch.rewards.base import UNSCORED
@@ -101,7 +100,14 @@ def alike_after(run: Path) -> int:
         except (OSError, yaml.YAMLError, UnicodeDecodeError, ConfigError, KeyError, TypeError, AttributeError):
             continue  # damaged, of which a warning was given when it was kept
         if keys:
-            _note_other_settings(run, step, ", ".join(keys))
+            log_once(  # every later evaluation looks at it again
+                logger,
+                "%s: evaluations up to step %d were sampled or scored with other settings (%s); later ones are not "
+                "compared with them",
+                run,
+                step,
+                ", ".join(keys),
+            )
             return step
     return -1
 
@@ -161,15 +167,3 @@ def _of_evaluations(run: Record) -> Record:
     data = section.get("data") or run["data"]
     averaged = bool(run.get("ema")) and section.get("weights") != "raw"
     return {"data": {**data, "path": Path(data["path"]).name}, "weights": averaged}
-
-
-@cache
-def _note_other_settings(run: Path, step: int, keys: str) -> None:
-    """Once for each change: every later evaluation looks at it again."""
-    logger.warning(
-        "%s: evaluations up to step %d were sampled or scored with other settings (%s); later ones are not compared "
-        "with them",
-        run,
-        step,
-        keys,
-    )

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from operator import add
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +24,7 @@ from retouch.config.training import has_rl
 from retouch.data.buckets import batches_of_one_shape, by_shape
 from retouch.data.formats import FACETS
 from retouch.data.sampler import derive_seed, own_share
+from retouch.errors import log_once
 from retouch.files.disk import write_whole
 from retouch.imaging.glyphs import glyph_correlation
 from retouch.imaging.lines import parse_lines, polygon_mask, shown_text
@@ -469,16 +470,11 @@ def _plateau(run: Evaluated, evaluations: Mapping[int, Sequence[Row]]) -> str | 
     found, name = trend(evaluations, lambda row: score_of(row, weights)), " + ".join(weights)
     if found is None:
         if lacking := lacking_after(len(evaluations)):
-            _warn_of_no_verdict(run.dir.path, name, lacking)
+            told = "%s: training.stop_on_plateau does not know whether %s still rises: %s"
+            log_once(logger, told, run.dir.path, name, lacking)
         return None
     logger.info("plateau: %s changed by %s", name, found)
     return f"training.stop_on_plateau: {name} no longer rises ({found})" if found.over else None
-
-
-@cache
-def _warn_of_no_verdict(run: Path, name: str, lacking: str) -> None:
-    """Once for each run, or every later evaluation would repeat it."""
-    logger.warning("%s: training.stop_on_plateau does not know whether %s still rises: %s", run, name, lacking)
 
 
 def optimized(rewards: RewardTable) -> dict[str, float]:
