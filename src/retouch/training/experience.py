@@ -6,7 +6,7 @@ their rewards from `rewarded_samples`.
     choose      `curriculum_examples`, and `further_examples` for groups without a signal
     sample      `sample_groups`, `roll_out`: K images of each example
     submit      in `roll_out`: rewards are computed while the next batch is sampled
-    settle      `sample_and_score`: until all are in, on all processes
+    settle      `await_rewards`, then `settle` in `sample_and_score`: until all are in, on all processes
     gather      `gathered`: the rewards of all processes, unless too many failed (`refuse_failures`)
     advantages  `advantages_of`
     balance     `dealing.evenly_dealt`: as many rows on every process
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from concurrent import futures
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from PIL.Image import Image
@@ -203,13 +203,7 @@ def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[i
     """
     run, scores, outage = session.run, list[Scores](), None
     slots, experience, pending = sample_groups(session, algorithm, examples, policy)
-    weighted = [future for batch in pending for future in batch.weighted_futures]
-    late = True
-    while late:  # looking for requests to stop: a judge may take minutes
-        with run.clock.part("reward_wait"):
-            late = run.engine.any(bool(futures.wait(weighted, LOOK_S).not_done))
-        if late:
-            session.check_stop()
+    await_rewards(session, [future for batch in pending for future in batch.weighted_futures])
     with run.clock.part("reward_wait"):
         try:
             scores = settle(run.rewards, pending, run.config.reward_client, stop_heard=lambda: session.stops.heard)
@@ -217,6 +211,20 @@ def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[i
             outage = error
     raise_together(outage, run.engine.any)
     return slots, experience, scores
+
+
+def await_rewards(session: Session, pending: Sequence[futures.Future[Any]]) -> None:
+    """Until the rewards of all processes are in, looking for requests to stop: a judge may take minutes.
+
+    Raises:
+        Stopped: asked to stop.
+    """
+    while True:
+        with session.run.clock.part("reward_wait"):
+            late = session.run.engine.any(bool(futures.wait(pending, LOOK_S).not_done))
+        if not late:
+            return
+        session.check_stop()
 
 
 def sample_groups(session: Session, algorithm: RlConfig, examples: Sequence[int], policy: str | None) -> Samples:
