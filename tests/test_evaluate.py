@@ -19,6 +19,7 @@ from retouch.observe.statistics import MIN_EXAMPLES, bootstrap_intervals, paired
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.table import RewardTable
+from retouch.training import evaluations
 from retouch.training.evaluation import (
     Evaluation,
     evaluate,
@@ -122,7 +123,7 @@ def test_gold_is_compared_with_rewards_that_train_by_their_value_or_their_gradie
         "logged": PreservationReward(weight=0.0),
         "gold": PreservationReward(role="gold"),
     }
-    found = evaluation.optimized(RewardTable(table, RewardClientConfig()))
+    found = evaluations.optimized(RewardTable(table, RewardClientConfig()))
     assert found == {"valued": 0.5, "followed": 4.0, "both": 3.0}
 
 

@@ -22,7 +22,7 @@ from retouch.adapters.lora import FILE
 from retouch.config import RunConfig
 from retouch.errors import RewardOutage
 from retouch.observe.run_dir import read_metrics
-from retouch.training import evaluation, experience
+from retouch.training import evaluations, experience
 from retouch.types import Stopped
 from tests.command_line import retouch
 from tests.selection import default, rows
@@ -94,14 +94,14 @@ def data_of(algorithm: str, signs: Path, folder: Path) -> dict[str, Any]:
 @contextmanager
 def in_the_first_evaluation(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> Iterator[None]:
     """Within it, an evaluation acts before it samples."""
-    real = evaluation.draw_and_score
+    real = evaluations.draw_and_score
 
     def acts(*arguments: Any, **named: Any) -> Any:
         act()
         return real(*arguments, **named)
 
     with monkeypatch.context() as changed:
-        changed.setattr(evaluation, "draw_and_score", acts)
+        changed.setattr(evaluations, "draw_and_score", acts)
         yield
 
 

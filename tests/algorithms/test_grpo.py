@@ -33,7 +33,7 @@ from retouch.observe.timing import PARTS
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import ocr
 from retouch.rewards.table import RewardTable, Scores
-from retouch.training import evaluation, experience
+from retouch.training import evaluations, experience
 from retouch.training.build import build
 from retouch.training.recorder import Recorder
 from retouch.training.scoring import RewardOutage
@@ -533,7 +533,7 @@ def test_an_outage_in_the_first_evaluation_stops_the_run_as_any_other(
 
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as away:
-        away.setattr(evaluation, "draw_and_score", outage)
+        away.setattr(evaluations, "draw_and_score", outage)
         run = build(config(training__max_steps=1))
         with pytest.raises(Stopped, match="rewards stayed unavailable") as stopped:
             recipe("grpo")(run)

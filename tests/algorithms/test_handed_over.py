@@ -17,7 +17,7 @@ from retouch.families.flux_fill.model import FluxFill
 from retouch.families.sd_inpaint.model import SdInpaint
 from retouch.rollout import sampler
 from retouch.rollout.sampler import objective_region
-from retouch.training import evaluation, supervised
+from retouch.training import evaluations, supervised
 from tests.selection import cells
 
 from .runs import Config, Use, brightness, of_kind, train, weights
@@ -259,14 +259,14 @@ def test_the_evaluation_takes_the_weights_that_are_named(
 ) -> None:
     scripted(brightness)
     seen: list[float] = []
-    real = evaluation.draw_and_score
+    real = evaluations.draw_and_score
     total = lambda tensors: sum(float(t.double().sum()) for t in tensors)  # noqa: E731
 
     def watch(model: Any, network: nn.Module, *rest: Any) -> Any:
         seen.append(total(network.parameters()))
         return real(model, network, *rest)
 
-    monkeypatch.setattr(evaluation, "draw_and_score", watch)
+    monkeypatch.setattr(evaluations, "draw_and_score", watch)
     run, _ = train(run_of("grpo", ema={"decay": 0.99}, optimizer__lr=1e-2, evaluation__weights=which))
     own, averaged = total(weights(run).values()), total(run.policy.state("ema").values())
     assert own != pytest.approx(averaged, abs=1e-2)

@@ -19,7 +19,8 @@ from retouch.observe.settings import alike_after
 from retouch.observe.statistics import student
 from retouch.observe.transfer import transfers
 from retouch.rewards.scorers.ocr import OcrReward
-from retouch.training.evaluation import Evaluation, _earlier, record_evaluation, save_evaluation
+from retouch.training.evaluation import Evaluation, save_evaluation
+from retouch.training.evaluations import _earlier, record_evaluation
 from retouch.use.comparison import comparison_table, confirmed
 
 

@@ -14,7 +14,7 @@ from retouch.observe.guards import StepWatch, score_drifts
 from retouch.process.machine import return_memory
 from retouch.rewards.table import of_all
 from retouch.training.build import Run
-from retouch.training.evaluation import Moment, evaluated, keep_evaluation
+from retouch.training.evaluations import Moment, evaluated, keep_evaluation
 from retouch.training.progress import Progress, saved
 from retouch.training.resume import evaluation_stands, with_keys
 from retouch.training.step import ForwardSize

@@ -33,7 +33,7 @@ from retouch.observe.report import leave_report
 from retouch.observe.run_dir import read_metrics
 from retouch.process.process_wide import leave_to_the_run_file, rng_state, set_rng_state
 from retouch.rewards.table import of_all
-from retouch.training.evaluation import Moment, record_evaluation
+from retouch.training.evaluations import Moment, record_evaluation
 from retouch.training.scoring import RewardOutage, raise_together
 from retouch.training.stopping import CONTINUE, Stop, StopRequests
 from retouch.types import Diverged, Stopped
