@@ -294,8 +294,18 @@ class RewardEntry(Section):
         Raises:
             ValueError: a gate that cannot work.
         """
-        if self.gated_by is not None:
-            self._check_gate(rewards, key, self.gated_by, whose)
+        gate = self.gated_by
+        if gate is None:
+            return
+        where = f"{key}.gated_by: given {gate!r}"
+        others = [other for other in rewards if other != key.removeprefix("rewards.")]
+        if gate not in others:
+            hint = nearest(gate, others) if others else "there is no other"
+            raise ValueError(f"{where}, which is no other reward of the {whose}; {hint}")
+        if rewards[gate].compares_group():
+            raise ValueError(f"{where}, which compares samples of a group and has no value in evaluations")
+        if rewards[gate].gated_by is not None:
+            raise ValueError(f"{where}, which is gated itself; gate both by {rewards[gate].gated_by!r}")
 
     def require_gradient(self, key: str, algorithm: str, remedy: str, without: str) -> None:
         """Refuse a reward that has no gradient in this process, or whose value is more than the scorer's own.
@@ -348,17 +358,6 @@ class RewardEntry(Section):
                 f"rollout.batch_size_per_device: given {batch}, but {compared} and needs whole groups of "
                 f"{size} in a batch; set rollout.batch_size_per_device to a multiple of {size}"
             )
-
-    def _check_gate(self, rewards: Mapping[str, RewardEntry], key: str, gate: str, whose: str) -> None:
-        where = f"{key}.gated_by: given {gate!r}"
-        others = [other for other in rewards if other != key.removeprefix("rewards.")]
-        if gate not in others:
-            hint = nearest(gate, others) if others else "there is no other"
-            raise ValueError(f"{where}, which is no other reward of the {whose}; {hint}")
-        if rewards[gate].compares_group():
-            raise ValueError(f"{where}, which compares samples of a group and has no value in evaluations")
-        if rewards[gate].gated_by is not None:
-            raise ValueError(f"{where}, which is gated itself; gate both by {rewards[gate].gated_by!r}")
 
     @field_validator("url", mode="wrap")
     @classmethod
