@@ -233,16 +233,15 @@ def test_options_of_nft(mode: str, run_of: Config, scripted: Use, monkeypatch: p
 def test_times_of_supervised_steps(
     algorithm: str, run_of: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logit-normal, then moved as those of the sampler are, or left as they were drawn."""
+    """Logit-normal, then moved as those of the sampler are, or by an option of SFT left as they were drawn."""
     scripted(brightness)
-    option = "shifted_times" if algorithm == "sft" else "warmup_shifted_times"
-    warmed = {} if algorithm == "sft" else {"warmup_steps": 2}
-    unscored = {"rewards": {}} if algorithm == "sft" else {}
+    moved = {} if algorithm == "sft" else {"warmup_steps": 2}
     times: dict[bool, Tensor] = {}
-    for shifted in (False, True):
+    for shifted, name, options in ((False, "sft", {"shifted_times": False}), (True, algorithm, moved)):
+        unscored = {"rewards": {}} if name == "sft" else {}
         with monkeypatch.context() as patched:
             errors = spied(patched, supervised, "denoising_error")
-            run, _ = train(run_of(algorithm, {option: shifted, **warmed}, name=f"s{shifted}", **unscored))
+            run, _ = train(run_of(name, options, name=f"s{shifted}", **unscored))
             times[shifted] = torch.cat([arguments[5] for arguments in errors])
     assert len(times[True]) == 4
     expected = shift_sigma(times[False], run.model.schedule(3, (32, 64)).shift)
