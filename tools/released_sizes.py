@@ -66,7 +66,13 @@ def as_stored(network: Sizes, others: Mapping[str, int], more: Mapping[str, Any]
         folded = name if at is None else ".".join([*parts[:at], "*", *parts[at + 1 :]])
         alike[folded, shape, name in network.matrices] += [] if at is None else [int(parts[at])]
     rows = [[name, _runs(numbers), list(shape), whole] for (name, shape, whole), numbers in alike.items()]
-    return {"weights": with_biases(rows), "buffers": network.buffers, "tables": network.tables, "others": dict(others), **more}
+    return {
+        "weights": with_biases(rows),
+        "buffers": network.buffers,
+        "tables": network.tables,
+        "others": dict(others),
+        **more,
+    }
 
 
 def with_biases(rows: Sequence[list[Any]]) -> list[list[Any]]:
