@@ -13,9 +13,7 @@ from pydantic import ValidationError
 from retouch.config import ConfigError
 from retouch.rewards import (
     devices,
-)
-from retouch.rewards import (
-    table as compose,
+    sharing,
 )
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
@@ -168,7 +166,7 @@ def test_a_server_for_each_set_of_devices(monkeypatch: pytest.MonkeyPatch, tmp_p
 
             def close(self) -> None: ...
 
-        monkeypatch.setattr(compose, "LocalServer", Server)
+        monkeypatch.setattr(sharing, "LocalServer", Server)
         entries = {
             "read": OcrReward(url="auto"),
             "like": StyleReward(url="auto", device="auto"),
