@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.errors import ConfigError, RewardOutage, shown
+from retouch.errors import ConfigError, InputError, RewardOutage, shown
 from retouch.process.machine import this_machine
 from retouch.process.process_wide import loading
 from retouch.rewards.addresses import reward_token
@@ -488,7 +488,7 @@ class LocalRewards:
             try:
                 with loading():
                     scorer.load(self.device)
-            except (ConfigError, RewardOutage) as error:
+            except (InputError, RewardOutage) as error:
                 raise type(error)(problem_of(name, scorer, error)) from None
 
     def _score(self, items: list[RewardItem]) -> dict[str, list[Outcome]]:

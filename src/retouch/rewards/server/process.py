@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from retouch.errors import ConfigError, RetouchError, RewardOutage
+from retouch.errors import ConfigError, InputError, RetouchError, RewardOutage
 from retouch.rewards.base import problem_of
 from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer
 from retouch.rewards.scorers import make_scorer
@@ -91,7 +91,7 @@ def load_all(scorers: Mapping[str, Scorer], device: str) -> None:
         try:
             while not _loaded(name, scorer, device):
                 time.sleep(_AGAIN_S)
-        except ConfigError as error:
+        except InputError as error:
             raise ConfigError(problem_of(name, scorer, error)) from None
         options = getattr(scorer, "options", None)
         place = "cpu" if getattr(options, "cpu_only", None) else device
