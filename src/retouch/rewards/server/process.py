@@ -18,6 +18,7 @@ from typing import Any
 from retouch.errors import ConfigError, InputError, RetouchError, RewardOutage
 from retouch.rewards.base import problem_of
 from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer
+from retouch.rewards.foreign import questions_end
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.judge_budget import share_budgets
 from retouch.rewards.server.frames import (
@@ -135,7 +136,8 @@ def score_rewards(
         scorer, started = scorers[name], time.monotonic()
         calls_before, returned_before = scorer.calls, scorer.returned
         timely = [i for i, deadline in enumerate(deadlines) if started <= deadline]
-        scored = dict(zip(timely, scorer.score([items[i] for i in timely]), strict=True)) if timely else {}
+        with questions_end(max(deadlines)):
+            scored = dict(zip(timely, scorer.score([items[i] for i in timely]), strict=True)) if timely else {}
         outcomes[name] = [scored.get(i, LATE) for i in range(len(items))]
         calls[name], seconds[name] = scorer.calls - calls_before, time.monotonic() - started
         raising += [name] if calls[name] and scorer.returned == returned_before else []
