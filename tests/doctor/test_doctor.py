@@ -27,17 +27,19 @@ from retouch.doctor.machine import Gpu, Gpus, extra_lines, find_gpus
 from retouch.doctor.memory import count_weights
 from retouch.doctor.model import find_model
 from retouch.doctor.networks import build_networks
-from retouch.doctor.rewards import _remedy, needed_extras
+from retouch.doctor.rewards import _problem, _remedy, needed_extras
 from retouch.families.base import DistillationLora
 from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.families.image_encoder import TINY
 from retouch.families.loading import load_model, tiny_path
 from retouch.families.qwen_image.spec import QwenImageModel
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.golden import golden_items
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.knowledge_graph import read_graph
 from retouch.rewards.scorers.pairwise import PairwiseReward
+from retouch.rewards.scorers.seam import SeamReward
 from retouch.tiny.edits import write_edits
 from retouch.types import Failure, Outcome, Score
 from tests.command_line import retouch
@@ -297,6 +299,17 @@ def test_a_gpu_that_is_too_small_or_taken(
     assert says.endswith(said)
 
 
+def test_a_container_has_less_than_its_machine(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU; the kernel ends what takes more."""
+    monkeypatch.setattr("retouch.doctor.diagnosis.find_gpus", lambda: Gpus([], [], "2"))
+    monkeypatch.setattr("retouch.doctor.memory.container_limit", lambda: 2**24)
+    what, says = only("fix", run_yaml())
+    assert what == "memory" and "16 MiB in this container" in says
+    monkeypatch.setattr("retouch.doctor.memory.container_limit", lambda: 2**70)
+    found = {line["what"]: line for line in lines(run_yaml())}
+    assert found["memory"]["says"].endswith("in this machine; activations come on top")
+
+
 def test_a_gpu_that_just_holds_it_is_warned_of(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "retouch.doctor.diagnosis.find_gpus", lambda: Gpus([Gpu("just", 39 * 2**20, 39 * 2**20)], [], "2")
@@ -348,6 +361,10 @@ def test_a_hub_id_that_was_not_downloaded_is_no_fault(run_yaml: Callable[..., Pa
     assert found["model"]["status"] == "warning"
     assert "nobody/nothing is not on this machine; the run downloads it" in found["model"]["says"]
     assert "11,902,391,360 trained" in found["memory"]["says"]  # of the released size: 11.9 B
+    assert (
+        "(not known: whether nobody/nothing has the sizes of black-forest-labs/FLUX.1-Fill-dev"
+        in (found["memory"]["says"])
+    )
 
 
 def test_weights_cut_off_by_a_full_disk(run_yaml: Callable[..., Path], model: Path) -> None:
@@ -566,6 +583,27 @@ def test_a_directory_that_holds_a_run(run_yaml: Callable[..., Path], tmp_path: P
 class Failing(Brightness):
     def one(self, item: RewardItem) -> Outcome:
         return Failure("bad_item", "no")
+
+
+def test_a_judge_may_take_the_time_of_its_first_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which was longer than doctor waited; a server reports at once."""
+    waited: list[float] = []
+
+    class Table:
+        def __init__(self, *_: Any) -> None: ...
+
+        def start(self) -> None: ...
+
+        def close(self) -> None: ...
+
+        def wait_ready(self, timeout_s: float) -> list[str]:
+            waited.append(timeout_s)
+            return ["still loading"]
+
+    monkeypatch.setattr("retouch.doctor.rewards.RewardTable", Table)
+    for entry in (PairwiseReward(model="m", timeout_s=1800.0), SeamReward(), SeamReward(url="http://127.0.0.1:1")):
+        assert "still loading" in str(_problem("r", entry, RewardClientConfig(), []))
+    assert waited[0] > 1800 and waited[1:] == [120.0, 5.0]
 
 
 def test_reward_servers(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from retouch.families.inputs import image_pixels
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.qwen_image_21.spec import QwenImage21Model
 from retouch.families.sd_inpaint.spec import SdInpaintModel
+from retouch.rewards.scorers.weights import version_of
 from retouch.types import Example
 from retouch.use.loaded import for_items
 from retouch.use.page import Asked, Studio
@@ -374,18 +376,58 @@ def test_a_pipe_in_place_of_the_identity_is_not_waited_for(signs: Path, tmp_path
     EmbeddingCache(tmp_path / "cache", config.model)
 
 
-def test_a_large_file_is_sampled_at_three_places(tmp_path: Path) -> None:
-    file = tmp_path / "weights.bin"
-    content = bytearray(8 << 20)
+def test_the_fingerprint_of_a_large_file_follows_each_of_its_tensors(tmp_path: Path) -> None:
+    """A fine-tune may leave the first, the middle and the last one alone; scores and embeddings follow the files."""
+    names = [f"layer.{i}.weight" for i in range(9)]
+    seen = {fingerprint([tmp_path]), version_of(str(tmp_path))}
+    assert seen == {None, "empty"}
+    for tuned in (None, *names):
+        tensors = {name: torch.full((512, 256), float(name == tuned)) for name in names}
+        save_file(tensors, tmp_path / "model.safetensors")
+        seen |= {fingerprint([tmp_path]), version_of(str(tmp_path))}
+    assert len(seen) == 2 + 2 * 10
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model.safetensors"])
+def test_the_fingerprint_of_another_large_file_follows_each_mebibyte(name: str, tmp_path: Path) -> None:
+    """Also of a file that is no safetensors file, whatever its name, and of one whose header lies."""
+    file = tmp_path / name
+    header = json.dumps({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1 << 60]}}).encode()
+    content = bytearray((len(header).to_bytes(8, "little") + header).ljust(8 << 20, bytes(1)))
     file.write_bytes(content)
     seen = {fingerprint([tmp_path])}
-    for place in (0, 4 << 20, (8 << 20) - 1):
+    for start in range(1 << 19, 8 << 20, 1 << 20):
         changed = bytearray(content)
-        changed[place] = 1
+        changed[start : start + (1 << 20)] = bytes([1]) * len(changed[start : start + (1 << 20)])
         file.write_bytes(changed)
         seen.add(fingerprint([tmp_path]))
-    assert len(seen) == 4
-    assert fingerprint([]) is None
+    assert len(seen) == 9
+
+
+def test_a_fingerprint_of_an_earlier_version_counts(signs: Path, tmp_path: Path) -> None:
+    """Checkpoints and stored embeddings have those of three places of a large file."""
+    copied("flux_fill", tmp_path / "model")
+    large = tmp_path / "model/text_encoder/extra.bin"
+    large.write_bytes(bytes(range(256)) * (4 << 12))
+    run = run_of(signs, tmp_path, "flux_fill")
+    cache = EmbeddingCache(tmp_path / "cache", parse_run(run).model, create=True)
+    file = tmp_path / "cache/cache.json"
+    made = json.loads(file.read_text("utf-8"))
+    now = made["text_files"]
+    assert (len(now), len(made["vae_files"])) == (128, 64)
+    file.write_text(json.dumps({**made, "text_files": now[:64]}), "utf-8")
+    assert EmbeddingCache(tmp_path / "cache", parse_run(run).model).folder == cache.folder
+    file.write_text(json.dumps({**made, "text_files": "0" * 64}), "utf-8")
+    with pytest.raises(ConfigError, match="was made with text_files"):
+        EmbeddingCache(tmp_path / "cache", parse_run(run).model)
+    old = hashlib.sha256(f"text_encoder/extra.bin {4 << 20}\n".encode() + bytes(range(256)) * (3 << 12)).hexdigest()
+    assert (fingerprint([large]) or "").startswith(old)
+
+
+def test_a_model_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("/proc/self/mem")  # an error of reading for root as well
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors: .*error.*make the file readable, or move it out"):
+        fingerprint([tmp_path])
 
 
 # --- embeddings that a manifest brings ---

@@ -20,7 +20,7 @@ from retouch.config.load import dump_run
 from retouch.errors import RewardOutage
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.foreign import fetch
-from retouch.rewards.protocol import RewardItem
+from retouch.rewards.protocol import CheckedScorer, RewardItem
 from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.judge_client import (
@@ -34,6 +34,7 @@ from retouch.rewards.scorers.judge_client import (
 )
 from retouch.rewards.scorers.judged import read_integers
 from retouch.rewards.scorers.openai_judge import expectation
+from retouch.rewards.server.process import score_rewards
 from retouch.rewards.server.worker import ProcessWorker
 from retouch.types import Failure, Score
 from tests.config.conftest import BASE
@@ -286,6 +287,33 @@ def test_no_answer_in_time_is_a_retryable_failure() -> None:
         (failure,) = score_checked(scorer, [grey(51)])
     assert isinstance(failure, Failure) and (failure.code, failure.retryable) == ("unavailable", True)
     assert time.monotonic() - started < HANG_S
+
+
+def test_a_question_ends_with_the_batch_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is ended as hung a minute later: a slow answer is a failure of its item, and what comes after it is not
+    asked, nor paid. In the process of the run a question has all of its time."""
+    deadlines: list[float] = []
+
+    def slow(client: httpx.Client, method: str, url: str, deadline: float, body: Any) -> Any:
+        deadlines.append(deadline)
+        if len(deadlines) < 3:
+            return fetch(client, method, url, deadline, body)
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        raise TimeoutError("no whole reply")
+
+    with OpenAIServer() as server:
+        scorer = made(server, timeout_s=1800.0, concurrency=1)
+        monkeypatch.setattr(judge, "fetch", slow)
+        score_checked(scorer, [grey(51)])
+        batch, started = {"judge": CheckedScorer(scorer)}, time.monotonic()
+        score_rewards(batch, ["judge"], [grey(51)], [started + 600])
+        assert deadlines[0] > started + 900 and deadlines[1] == started + 600
+        ends = time.monotonic() + 0.2
+        outcomes, _ = score_rewards(batch, ["judge"], [grey(51), grey(102)], [ends, ends])
+    assert deadlines[2:] == [ends]
+    late: Any = outcomes["judge"]
+    assert [(o.code, o.retryable) for o in late] == [("unavailable", True)] * 2
+    assert "no whole reply" in late[0].message and "no time left for a question" in late[1].message
 
 
 @pytest.mark.parametrize("left", [180.0, 4.0])

@@ -34,7 +34,7 @@ from retouch.families.offload import OffloadedNetworks
 from retouch.files import plain_json
 from retouch.files.disk import read_bounded, write_whole
 from retouch.files.hub import is_hub_id
-from retouch.files.model_files import fingerprint
+from retouch.files.model_files import fingerprint, is_same_model
 from retouch.process.plain_text import count_of
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class EmbeddingCache:
             unused = value is None and (name.endswith("_files") or name.startswith("image_encoder"))
             # earlier versions did not record it; their entries are read, but new ones would not depend on it
             unused |= name == _PROCESSOR and name not in self._made_with and not create
-            if value != made and not unused:
+            if not is_same_model(made, value) and not unused:
                 raise ConfigError(
                     f"model.embeddings: {folder} was made with {name} {made!r}, but now it is {value!r}; run `retouch "
                     "data precompute RUN.yaml --out ...` into a new folder, or delete this one first"

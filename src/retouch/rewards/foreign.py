@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +68,26 @@ def one_line(text: str, secret: str | None = None, most: int = MOST_CHARACTERS) 
 
 CONNECT_S = 5.0
 """Maximum seconds until a server accepts a connection: an address that drops packets is noticed early."""
+
+
+_batch_ends = math.inf
+
+
+@contextmanager
+def questions_end(deadline: float) -> Iterator[None]:
+    """Inside, no question of this process to another program goes on after `deadline`: a worker scores one batch at a
+    time, and is ended if that is late."""
+    global _batch_ends
+    _batch_ends = deadline
+    try:
+        yield
+    finally:
+        _batch_ends = math.inf
+
+
+def deadline_of(timeout_s: float) -> float:
+    """Deadline of a question that begins now, on the clock of `time.monotonic`: at most that of `questions_end`."""
+    return min(time.monotonic() + timeout_s, _batch_ends)
 
 
 def fetch(client: httpx.Client, method: str, url: str, deadline: float, body: Mapping[str, Any] | None = None) -> Reply:

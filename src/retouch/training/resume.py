@@ -23,6 +23,7 @@ from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
 from retouch.engine.saved import saved_run_file, sound_state
 from retouch.files.complete import COMPLETE, complete_checkpoints, damaged
+from retouch.files.model_files import is_same_model
 from retouch.observe import RunDir
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.table import RewardTable
@@ -329,7 +330,7 @@ def _same_base(folder: Path, before: dict[str, Any], now: dict[str, Any], then: 
         # Files that are here, then and now, are compared by content, wherever they lie. Where they are not, their paths
         # stand for them.
         may_be_gone = part in ("text_files", "processor_files")
-        differs = kept != found if kept and found else not may_be_gone and paths[0] != paths[1]
+        differs = not is_same_model(kept, found) if kept and found else not may_be_gone and paths[0] != paths[1]
         if differs:
             raise CheckpointError(
                 f"{folder}: lies inside an epoch of another {name} than model.{option}={paths[1]} has (it was "

@@ -25,11 +25,13 @@ from retouch.data.identity import digest
 from retouch.errors import DataError, ImageProblem, RewardOutage
 from retouch.imaging.reading import open_image, to_rgb
 from retouch.lru import LruCache
+from retouch.process.plain_text import count_of
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.client.revisions import without_fingerprints
 from retouch.rewards.devices import own_device
 from retouch.rewards.golden import golden_items
 from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.scorers.judge_budget import spending_of
 from retouch.rewards.table import RewardTable, Scores
 from retouch.training.scoring import item_of, summary, wait_for_rewards
 from retouch.types import Example, Failure, Outcome
@@ -81,8 +83,11 @@ class Scorers:
 
 
 @contextmanager
-def scorers_of(benchmark: Benchmark) -> Iterator[Scorers]:
+def scorers_of(benchmark: Benchmark, out: Path) -> Iterator[Scorers]:
     """The rewards of a benchmark, once all can be scored.
+
+    Args:
+        out: folder of the result, in which the judges of all shards and starts count what they spend.
 
     Raises:
         ConfigError, RewardOutage: one of them cannot.
@@ -94,7 +99,7 @@ def scorers_of(benchmark: Benchmark) -> Iterator[Scorers]:
             if entry.gated_by is not None:
                 continue
             together = {name: entry, **{n: e for n, e in entries.items() if e.gated_by == name}}
-            table = RewardTable(together, benchmark.reward_client, device=own_device())
+            table = RewardTable(together, benchmark.reward_client, device=own_device(), spending=spending_of(out))
             stack.callback(table.close)
             table.start()
             table.wait_loaded()  # two scorers must not load at the same time
@@ -208,13 +213,13 @@ def score(
         ]
         if not todo:
             continue
-        logger.info("%s: scoring %d images", ", ".join(table.entries), len(todo))
+        logger.info("%s: scoring %s", ", ".join(table.entries), count_of(len(todo), "image"))
         failed = _score_with(table, benchmark, todo, reader, scorers, record)
         again = [one for one, failure in failed if failure.retryable]
         failed = [(one, failure) for one, failure in failed if not failure.retryable]
         failed += _score_with(table, benchmark, again, reader, scorers, record)
         if failed:
-            logger.warning("%s: %d images have no score: %s", ", ".join(table.entries), len(failed),
+            logger.warning("%s: no score of %s: %s", ", ".join(table.entries), count_of(len(failed), "image"),
                            summary([failure for _, failure in failed]))  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import io
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -24,7 +23,7 @@ from retouch.errors import ConfigError, RewardOutage
 from retouch.files import plain_json
 from retouch.rewards.addresses import base_url, is_local
 from retouch.rewards.base import PackageScorer, RewardEntry
-from retouch.rewards.foreign import BrokenReply, fetch, one_line
+from retouch.rewards.foreign import BrokenReply, deadline_of, fetch, one_line
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.judge_replies import problem_of
 from retouch.types import Failure, Outcome, Score
@@ -194,8 +193,7 @@ class GenEvalScorer(PackageScorer[GenEvalReward]):
         }
         try:
             with httpx.Client(trust_env=not is_local(address)) as client:
-                deadline = time.monotonic() + self.options.timeout_s
-                reply = fetch(client, "POST", f"{address}/detect", deadline, body)
+                reply = fetch(client, "POST", f"{address}/detect", deadline_of(self.options.timeout_s), body)
         except BrokenReply as error:
             raise ValueError(f"{address}: {error}") from None
         except (httpx.RequestError, TimeoutError) as error:

@@ -19,8 +19,9 @@ from typing import Any, Literal, TypeVar
 
 from PIL import Image
 
+from retouch.process.plain_text import count_of
 from retouch.rewards.addresses import base_and_query, is_local, is_openai, secret_of
-from retouch.rewards.foreign import BrokenReply, Reply, fetch, no_cookies, one_line
+from retouch.rewards.foreign import BrokenReply, Reply, deadline_of, fetch, no_cookies, one_line
 from retouch.rewards.judge import AUTO, DEFAULT_MODEL
 from retouch.rewards.protocol import Pixels
 from retouch.rewards.scorers.judge_budget import Budget as Budget
@@ -91,7 +92,7 @@ class JudgeClient:
         model: name at the server; "auto" is `DEFAULT_MODEL` at OpenAI, and elsewhere the only model that the server
             lists.
         requests_per_minute, tokens_per_minute: None sets no limit.
-        timeout_s: deadline of one question, retries included.
+        timeout_s: deadline of one question, retries included; in a worker that of its batch may be earlier.
         key_header: header that holds the key; None sends it as a bearer token.
 
     Attributes:
@@ -154,7 +155,7 @@ class JudgeClient:
             JudgeError: no answer in time, a refusal, or a reply that breaks the protocol.
             BudgetSpent: before anything is sent, or the account has no quota.
         """
-        deadline = time.monotonic() + self.timeout_s
+        deadline = deadline_of(self.timeout_s)
         body = {"model": self._named(deadline), "messages": list(messages), "temperature": 0, "seed": 0, **options}
         return self._choice(self._completion(deadline, body))
 
@@ -176,8 +177,8 @@ class JudgeClient:
         if len(names) != 1:
             shown = ", ".join([*names[:5], "…"] if len(names) > 5 else names)
             raise JudgeError(
-                f"{self.address} lists {len(names)} models ({self._redacted(shown)}), of which model=auto cannot "
-                "choose one; export JUDGE_MODEL=..., or set rewards.NAME.model"
+                f"{self.address} lists {count_of(len(names), 'model')} ({self._redacted(shown)}), of which model=auto "
+                "cannot choose one; export JUDGE_MODEL=..., or set rewards.NAME.model"
             )
         return names[0]
 
@@ -309,7 +310,10 @@ class JudgeClient:
         if time.monotonic() + wait > deadline:
             for bucket, amount in taken:  # unused turns would delay the next batch
                 bucket.take(-amount)
-            raise JudgeError(f"{self.address}: the rate limit leaves no turn in {self.timeout_s:g} s", retryable=True)
+            problem = (
+                f"the rate limit leaves no turn in {self.timeout_s:g} s" if wait else "no time left for a question"
+            )
+            raise JudgeError(f"{self.address}: {problem}", retryable=True)
         time.sleep(wait)
 
     def _choice(self, found: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from retouch.errors import ConfigError, RetouchError, RewardOutage
+from retouch.errors import ConfigError, InputError, RetouchError, RewardOutage
+from retouch.process.signals import leave_to_parent
 from retouch.rewards.base import problem_of
+from retouch.rewards.foreign import questions_end
 from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.judge_budget import share_budgets
@@ -46,6 +48,7 @@ _AGAIN_S = 5.0
 def main() -> None:
     """Load the scorers that the front names, and answer its batches until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the front, which drains first
+    leave_to_parent(signal.SIGTERM)  # as is the end of a job; the socket then ends this process
     begin_process()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)  # programs that a scorer starts do not need it
@@ -91,7 +94,7 @@ def load_all(scorers: Mapping[str, Scorer], device: str) -> None:
         try:
             while not _loaded(name, scorer, device):
                 time.sleep(_AGAIN_S)
-        except ConfigError as error:
+        except InputError as error:
             raise ConfigError(problem_of(name, scorer, error)) from None
         options = getattr(scorer, "options", None)
         place = "cpu" if getattr(options, "cpu_only", None) else device
@@ -135,7 +138,8 @@ def score_rewards(
         scorer, started = scorers[name], time.monotonic()
         calls_before, returned_before = scorer.calls, scorer.returned
         timely = [i for i, deadline in enumerate(deadlines) if started <= deadline]
-        scored = dict(zip(timely, scorer.score([items[i] for i in timely]), strict=True)) if timely else {}
+        with questions_end(max(deadlines)):
+            scored = dict(zip(timely, scorer.score([items[i] for i in timely]), strict=True)) if timely else {}
         outcomes[name] = [scored.get(i, LATE) for i in range(len(items))]
         calls[name], seconds[name] = scorer.calls - calls_before, time.monotonic() - started
         raising += [name] if calls[name] and scorer.returned == returned_before else []
