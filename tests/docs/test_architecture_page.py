@@ -79,3 +79,12 @@ def test_every_seed_of_a_run_is_in_the_table_with_its_file() -> None:
     for path, text in found:
         files = [file for parts, _, last in rows if f'`"{text}"`' in parts for file in re.findall(r"`([^`]+)`", last)]
         assert any(SOURCE / path in files_of(file) for file in files), (path, text, files)
+
+
+def test_every_file_with_rules_is_in_the_list_of_sections() -> None:
+    """Those with a method `check` of a section; `config/base.py` has its base, which rejects nothing."""
+    rules = text_of(DOCS / "architecture.md").partition("\nSections are in ")[2].partition("\n\n")[0]
+    listed = {file for path in re.findall(r"`([\w/]+\.py)`", rules) for file in files_of(path)}
+    with_rules = [file for file in SOURCE.rglob("*.py") if "def check(self, run: RunConfig" in file.read_text("utf-8")]
+    assert len(with_rules) > 10
+    assert {*with_rules} - listed == {SOURCE / "config/base.py"}
