@@ -1,4 +1,4 @@
-"""Section `rollout` of a run file."""
+"""Section `rollout` of a run file. Rules about its options stand with the algorithms and rewards that read them."""
 
 from __future__ import annotations
 

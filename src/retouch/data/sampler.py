@@ -40,7 +40,7 @@ class Slot:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from named parts; every random draw of a run has its own."""
+    """A 63-bit seed from named parts; every random draw of a run has its own, which docs/architecture.md lists."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

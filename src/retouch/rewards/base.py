@@ -1,7 +1,7 @@
 """Base of the entries under `rewards` of a run file, and of the scorers of the package.
 
 A reward is one file: its entry (a `RewardEntry`: the options, what the scorer needs) and its scorer, which `make`
-returns. The file imports without torch; a scorer imports its libraries in `load`.
+returns; `scorers/jpeg_size.py` is a short one. It imports without torch; a scorer imports its libraries in `load`.
 """
 
 from __future__ import annotations
