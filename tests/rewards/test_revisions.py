@@ -186,6 +186,15 @@ def test_the_version_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert version_of(str(latest), loaded_config) == found[2]  # a config.json may name a commit
 
 
+def test_a_small_file_beside_large_weights_is_another_version(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(bytes(4 << 20))
+    found: list[str] = []
+    for size in (224, 384):
+        (tmp_path / "preprocessor_config.json").write_text(f'{{"size": {size}}}')
+        found.append(version_of(str(tmp_path)))
+    assert found[0] != found[1]
+
+
 class PlainReward(RewardEntry):
     """A reward of another package that names nothing in its revision, as the page on extending shows one."""
 

@@ -263,7 +263,8 @@ def fingerprint(places: Iterable[Path]) -> str | None:
     files = sorted(file for file in inside if file.is_file())
     if not files:
         return None
-    # what earlier versions computed, which checkpoints and stored embeddings hold; and the samples of large files
+    # what earlier versions computed, which checkpoints and stored embeddings hold; and one with all of that and the
+    # samples of large files
     first, samples = hashlib.sha256(), hashlib.sha256()
     sampled = False
     for file in files:
@@ -284,6 +285,7 @@ def fingerprint(places: Iterable[Path]) -> str | None:
                 f"{file}: {(error.strerror or str(error)).lower()}, but the files of a model identify it; make the "
                 "file readable, or move it out of the folder"
             ) from None
+    samples.update(first.digest())
     return first.hexdigest() + (samples.hexdigest() if sampled else "")
 
 

@@ -5,6 +5,7 @@ One that was damaged is done without, after one warning: it must not end a run, 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from retouch.errors import ImageProblem
+from retouch.errors import ImageProblem, log_once
 from retouch.files import plain_json
 from retouch.files.disk import read_bounded
 from retouch.imaging.reading import open_image
-from retouch.observe.run_dir import warn_once
 from retouch.process.plain_text import count_of
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
@@ -88,4 +90,4 @@ def _is_row(row: Row) -> bool:
 
 
 def _warn(place: Path, problem: str) -> None:
-    warn_once(place, f"damaged ({problem}); this evaluation is left out of alarms and grids from now on")
+    log_once(logger, "%s: damaged (%s); this evaluation is left out of alarms and grids from now on", place, problem)

@@ -23,6 +23,7 @@ import yaml
 
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
 from retouch.config.trust import consent
+from retouch.errors import log_once
 from retouch.files import plain_json
 from retouch.files.complete import complete_checkpoints
 from retouch.files.disk import append_to, expanded, is_own, require_no_link, write_whole
@@ -278,15 +279,8 @@ def read_own_rows(run: Path, place: Path) -> list[dict[str, Any]]:
     another place."""
     if is_own(run, place, _MOST_RECORDS):
         return read_rows(place)
-    warn_once(place, "no file of the run itself, or too large: it is left out")
+    log_once(logger, "%s: no file of the run itself, or too large: it is left out", place)
     return []
-
-
-@cache
-def warn_once(place: Path, problem: str) -> None:
-    """Name what is wrong with a file of a run, each problem the first time: evaluations, alarms and the report read it
-    again."""
-    logger.warning("%s: %s", place, problem)
 
 
 def require_own(run: Path) -> None:

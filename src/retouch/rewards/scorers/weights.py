@@ -81,7 +81,7 @@ def version_of(path: str, config: Any = None) -> str:
     if place.exists():
         # hidden files are those of tools: hf writes the time of the download
         files = (file for file in place.rglob("*") if not any(p[0] == "." for p in file.relative_to(place).parts))
-        # of large files the samples, which follow what earlier versions computed
+        # with samples of large files the second hash, which has all of the first
         return (fingerprint([place] if place.is_file() else files) or "empty")[-64:][:12]
     commit = getattr(config, "_commit_hash", None) or Path(snapshot(path) or "unknown commit").name
     return str(commit)
