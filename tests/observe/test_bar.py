@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def terminal(width: int = 100) -> Console:
 def console(monkeypatch: pytest.MonkeyPatch) -> Console:
     made = terminal()
     monkeypatch.setattr(bar, "_console", lambda: made)
+    # ten refreshes a second could miss a part of a tiny epoch
+    monkeypatch.setattr(bar, "_BarLines", partial(bar._BarLines, refresh_per_second=500))
     return made
 
 
