@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from torch import Tensor
 
 from retouch.observe import Metrics
 from retouch.observe.metrics import REDUCTIONS
-from tests import forked
 
 
 class OneRank:
@@ -88,26 +85,3 @@ def test_metrics_hold_no_graph() -> None:
     metrics = Metrics()
     metrics.add({"error": value * 3}, torch.tensor(1.0))
     assert metrics.reduce(OneRank()) == {"error": 6.0}  # type: ignore[arg-type]
-
-
-ON_THE_DEVICE = """
-import torch
-from retouch.observe import Metrics
-from tests.observe.test_metrics import TwoAlike
-from tests.rehearsal.device import recorded, rehearse
-
-device, metrics = rehearse(), Metrics()
-parts = [{"loss": 0.25, "kl": 0.5, "max_abs_log_ratio": 0.5, "ratio": 1.0}, {"loss": 0.5, "kl": 0.25, "ratio": 2.0}]
-for values, rows in zip(parts, (1, torch.tensor(3.0, device=device)), strict=True):
-    metrics.add({name: torch.tensor(value, device=device) for name, value in values.items()}, rows)
-with recorded() as record:
-    found = metrics.reduce(TwoAlike())
-assert found == {"loss": 1.5, "kl": 0.3125, "max_abs_log_ratio": 0.5, "ratio": 1.75}, found
-assert (record.waits, record.to_host) == ({"to_host": 1}, 6 * 4), record
-"""
-
-
-def test_a_step_waits_for_the_device_once_for_all_its_metrics() -> None:
-    root = str(Path(__file__).parents[2])
-    done = forked.run([sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r})\n{ON_THE_DEVICE}"])
-    assert done.returncode == 0, done.stderr

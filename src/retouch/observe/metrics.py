@@ -60,35 +60,23 @@ class Metrics:
             self._values[name].append((value.detach().float(), weight))
 
     def reduce(self, engine: Engine) -> dict[str, float]:
-        """Reduce each metric over micro-batches and ranks to a number; resets. Every rank needs the same names, in one
-        order: one sum, one gather and one transfer from the device serve all metrics."""
+        """Reduce each metric over micro-batches and ranks to a number; resets. Every rank needs the same names."""
         import torch
 
-        sums: list[Tensor] = []
-        maxima: list[Tensor] = []
+        result: dict[str, float] = {}
         for name, pairs in self._values.items():
             values = torch.stack([value for value, _ in pairs])
             # a tensor that is made of a number would be copied to the device
             weights = torch.stack(
                 [w.to(values) if isinstance(w, torch.Tensor) else torch.full_like(values[0], w) for _, w in pairs]
             )
-            if REDUCTIONS[name] == "max":
-                maxima.append(values.max())
-            elif REDUCTIONS[name] == "sum":
-                sums.append(values.sum())
-            else:
-                sums += [(values * weights).sum(), weights.sum()]
-        parts = [engine.sum(torch.stack(sums))] if sums else []
-        parts += [engine.gather(torch.stack(maxima)[None]).amax(0)] if maxima else []
-        reduced = list(torch.cat(parts).cpu()) if parts else []
-        total, largest = iter(reduced[: len(sums)]), iter(reduced[len(sums) :])
-        result: dict[str, float] = {}
-        for name in self._values:
             kind = REDUCTIONS[name]
-            value = next(largest if kind == "max" else total)
-            if kind == "mean":
-                rows = next(total)
-                value = value / rows if rows > 0 else 0.0
-            result[name] = float(value)
+            if kind == "max":
+                result[name] = float(engine.gather(values.max()[None]).max())
+            elif kind == "sum":
+                result[name] = float(engine.sum(values.sum()))
+            else:
+                total = engine.sum(torch.stack([(values * weights).sum(), weights.sum()]))
+                result[name] = float(total[0] / total[1]) if float(total[1]) > 0 else 0.0
         self._values.clear()
         return result
