@@ -18,7 +18,9 @@ from retouch.families.vae import (
     FrameConv3d,
     frame_by_frame,
     gradient_bytes,
+    single_frames,
 )
+from retouch.observe.live_bytes import LiveBytes
 from tests.tiny_models import tiny_model
 
 FAMILIES = ("flux_fill", "sd_inpaint", "qwen_image", "qwen_image_edit")
@@ -142,6 +144,29 @@ def test_frames_that_are_not_there_are_not_computed_with() -> None:
     stock, ours = video_autoencoder(), video_autoencoder()
     frame_by_frame(ours)
     assert work(ours) < 0.45 * work(stock)
+
+
+@pytest.mark.parametrize("family", ["qwen_image", "qwen_image_21"])
+def test_an_image_leaves_nothing_for_a_next_frame(family: str) -> None:
+    """The bits of diffusers, which copies the input of every convolution, and holds the copies until the end."""
+    vae = load(family).vae
+    side = vae.spatial_compression_ratio * 2
+    pixels = (
+        torch.rand(2, vae.encoder.conv_in.in_channels, 1, side, side, generator=torch.Generator().manual_seed(1)) * 2
+        - 1
+    )
+    with torch.no_grad():
+        with LiveBytes() as encoding:
+            latents = vae.encode(pixels).latent_dist.mode()
+        with LiveBytes() as decoding:
+            images = vae.decode(latents).sample
+        with single_frames(vae), LiveBytes() as encoding_alone:
+            assert torch.equal(vae.encode(pixels).latent_dist.mode(), latents)
+        with single_frames(vae), LiveBytes() as decoding_alone:
+            assert torch.equal(vae.decode(latents).sample, images)
+    assert encoding_alone.peak < 0.8 * encoding.peak
+    assert decoding_alone.peak < 0.8 * decoding.peak
+    assert torch.equal(vae.decode(latents).sample, images)  # a video still has its frames
 
 
 @pytest.mark.parametrize("family", ["qwen_image", "qwen_image_edit"])

@@ -13,12 +13,21 @@ from retouch.observe.metrics import REDUCTIONS
 
 
 class OneRank:
-    """An engine of one process."""
+    """An engine of one process.
+
+    Attributes:
+        exchanges: number of collectives so far.
+    """
+
+    device = torch.device("cpu")
+    exchanges = 0
 
     def sum(self, value: Tensor) -> Tensor:
+        self.exchanges += 1
         return value
 
     def gather(self, value: Tensor) -> Tensor:
+        self.exchanges += 1
         return value
 
 
@@ -52,6 +61,12 @@ def test_losses_are_summed_and_extremes_are_kept() -> None:
 def test_ranks_add_to_a_sum_and_leave_a_mean() -> None:
     found = reduced(TwoAlike(), ({"loss": 0.5, "kl": 0.5, "max_abs_log_ratio": 0.5}, 2))
     assert found == {"loss": 1.0, "kl": 0.5, "max_abs_log_ratio": 0.5}
+
+
+def test_all_metrics_are_exchanged_at_once() -> None:
+    engine, values = OneRank(), dict.fromkeys(REDUCTIONS, 0.5)
+    assert reduced(engine, (values, 2), (values, 1)) == {**values, "loss": 1.0}
+    assert engine.exchanges == 2  # a sum and the maxima
 
 
 def test_rows_without_weight_do_not_count() -> None:

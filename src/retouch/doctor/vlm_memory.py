@@ -25,7 +25,7 @@ from retouch.doctor.memory import BYTES, Part, weights_in
 from retouch.families.loading import DTYPES
 from retouch.families.meta import on_meta, to_run_without_data, without_data
 from retouch.families.qwen.text import evaluating
-from retouch.families.vae import frame_by_frame, limit_batch
+from retouch.families.vae import frame_by_frame, limit_batch, single_frames
 from retouch.observe.live_bytes import LiveBytes
 
 BUCKET = 500_000_000
@@ -310,9 +310,9 @@ def generating_images(
                 img_shapes=[[cells] * (1 + sources)] * rows,
                 return_dict=False,
             )
-        with LiveBytes() as decoding:
+        with LiveBytes() as decoding, single_frames(vae):
             vae.decode(torch.empty(images, channels, 1, h, w, dtype=vae.dtype))
-        with LiveBytes() as encoding_sources:
+        with LiveBytes() as encoding_sources, single_frames(vae):
             if sources:
                 vae.encode(torch.empty(1, 3, 1, *size, dtype=vae.dtype))
     return max(denoising.peak, decoding.peak, encoding_sources.peak)

@@ -6,6 +6,7 @@ All take a loss whose normalizer already counts all ranks and micro-batches, and
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -76,15 +77,16 @@ class Replicated:
         NaN or Inf, the weights do not change."""
         total = self.accelerator.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
         total = total.full_tensor() if isinstance(total, DTensor) else torch.as_tensor(total, dtype=torch.float32)
+        norm = float(total)  # read once, and before the update: the CPU waits for all that was queued
         scaled = self.accelerator.scaler is not None
         skipped = False
-        if scaled or torch.isfinite(total):
+        if scaled or math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
             skipped = scaled and bool(self.accelerator.optimizer_step_was_skipped)
         self.optimizer.zero_grad(set_to_none=True)
-        return float(total), skipped
+        return norm, skipped
 
     def state_dict(self, *, keep: bool) -> dict[str, Any]:
         """The state of an AdamW without sharding. A collective; without `keep` tensors are None."""

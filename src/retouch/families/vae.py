@@ -172,15 +172,16 @@ class QwenAutoencoder(Autoencoder):
 
     def _encode(self, images: Tensor) -> Tensor:
         frames = images.to(self.device, self.vae.dtype)[:, :, None]
-        latents = self.vae.encode(frames).latent_dist.mode()[:, :, 0].float()
+        with single_frames(self.vae):
+            latents = self.vae.encode(frames).latent_dist.mode()[:, :, 0].float()
         return (latents - self._mean.to(latents)) / self._std.to(latents)
 
     def _decode(self, latents: Tensor) -> Tensor:
-        return self.vae.decode(self._frames(latents)).sample[:, :, 0]
+        with single_frames(self.vae):
+            return self.vae.decode(self._frames(latents)).sample[:, :, 0]
 
     def decode_unclamped(self, latents: Tensor) -> Tensor:
-        """Without the caches of earlier frames, which a single frame does not read, and without diffusers' clamp and
-        tiles."""
+        """Without diffusers' clamp and tiles."""
         return self._decoded_frames(self.vae.post_quant_conv(self._frames(latents)))[:, :, 0]
 
     def _decoded_frames(self, frames: Tensor) -> Tensor:
@@ -270,6 +271,21 @@ class FrameConv3d(QwenImageCausalConv3d):
             return super().forward(x, cache_x)
         kernel = self.weight[:, :, -1]
         return functional.conv2d(x[:, :, 0], kernel, self.bias, self.stride[1:], (top, left))[:, :, None]
+
+
+@contextmanager
+def single_frames(vae: Any) -> Iterator[None]:
+    """Inside, Qwen-Image's autoencoder copies no input of a convolution for the frame that follows: an image has none.
+    Encoded and decoded numbers stay the same."""
+
+    def keep_nothing() -> None:
+        vae._feat_map = vae._enc_feat_map = None
+
+    vae.clear_cache = keep_nothing  # diffusers calls it before a video, and before each tile of one
+    try:
+        yield
+    finally:
+        del vae.clear_cache
 
 
 def frame_by_frame(vae: Any) -> None:

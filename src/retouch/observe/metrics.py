@@ -60,23 +60,33 @@ class Metrics:
             self._values[name].append((value.detach().float(), weight))
 
     def reduce(self, engine: Engine) -> dict[str, float]:
-        """Reduce each metric over micro-batches and ranks to a number; resets. Every rank needs the same names."""
+        """Reduce each metric over micro-batches and ranks to a number; resets. Every rank needs the same names. All of
+        them are exchanged and read together: the CPU waits for the device in each read."""
         import torch
 
-        result: dict[str, float] = {}
+        sums: dict[str, list[Tensor]] = {}
+        largest: dict[str, Tensor] = {}
         for name, pairs in self._values.items():
-            values = torch.stack([value for value, _ in pairs])
-            # a tensor that is made of a number would be copied to the device
-            weights = torch.stack(
-                [w.to(values) if isinstance(w, torch.Tensor) else torch.full_like(values[0], w) for _, w in pairs]
-            )
-            kind = REDUCTIONS[name]
-            if kind == "max":
-                result[name] = float(engine.gather(values.max()[None]).max())
-            elif kind == "sum":
-                result[name] = float(engine.sum(values.sum()))
+            values = torch.stack([value for value, _ in pairs]).to(engine.device)
+            if REDUCTIONS[name] == "max":
+                largest[name] = values.max()
+            elif REDUCTIONS[name] == "sum":
+                sums[name] = [values.sum()]
             else:
-                total = engine.sum(torch.stack([(values * weights).sum(), weights.sum()]))
-                result[name] = float(total[0] / total[1]) if float(total[1]) > 0 else 0.0
+                # a tensor that is made of a number would be copied to the device
+                weights = torch.stack(
+                    [w.to(values) if isinstance(w, torch.Tensor) else torch.full_like(values[0], w) for _, w in pairs]
+                )
+                sums[name] = [(values * weights).sum(), weights.sum()]
+        result = dict.fromkeys(self._values, 0.0)
+        if largest:
+            found = engine.gather(torch.stack([*largest.values()])[None]).amax(0).tolist()
+            result |= zip(largest, found, strict=True)
+        if sums:
+            totals = iter(engine.sum(torch.stack([part for parts in sums.values() for part in parts])).cpu())
+            for name, parts in sums.items():
+                total, *weight = [next(totals) for _ in parts]
+                if not weight or weight[0] > 0:
+                    result[name] = float(total / weight[0] if weight else total)
         self._values.clear()
         return result
