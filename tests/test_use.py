@@ -448,6 +448,18 @@ def test_weights_are_found_with_the_run_directory_where_judges_count(finished: F
     assert Trained.find(None, run / "config.yaml", None, None).run is None
 
 
+def test_given_weights_are_of_the_stage_of_their_checkpoint(finished: Finished, tmp_path: Path) -> None:
+    """Those that lie in none are the end of the run: `eval --weights` reports transfer as the run itself does."""
+    run = finished("full")
+    found = Trained.find(run, None, None, None)
+    assert found.after_rl == {"after RL"}
+    warmed_up, newest = (found.weights[name].parent for name in ("warmed up", "after RL"))
+    alone = shutil.copytree(newest / "weights", tmp_path / "weights")
+    for given, by_rl in ((warmed_up, False), (newest, True), (newest / "ema", True), (alone, True)):
+        for where in ((run, None), (None, run / "config.yaml")):
+            assert Trained.find(*where, given, None).after_rl == ({"trained"} if by_rl else set())
+
+
 def test_averaged_weights_that_a_checkpoint_has_not_are_no_others(finished: Finished, tmp_path: Path) -> None:
     newest = shutil.copytree(finished("full") / "checkpoints/step-000004", tmp_path / "step-000004")
     shutil.rmtree(newest / "ema")

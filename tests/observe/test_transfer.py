@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,9 @@ from retouch.observe.statistics import student
 from retouch.observe.transfer import transfers
 from retouch.rewards.scorers.ocr import OcrReward
 from retouch.training.evaluation import Evaluation, _earlier, record_evaluation, save_evaluation
-from retouch.use.comparison import comparison_table, confirmed
+from retouch.use import comparison
+from retouch.use.comparison import compare, comparison_table, confirmed
+from retouch.use.trained import Trained
 
 
 def rows(readers: Mapping[str, Sequence[float | None]], images: int = 1) -> list[dict[str, Any]]:
@@ -230,3 +233,19 @@ def test_the_lines_of_an_evaluation_of_a_run() -> None:
     result = {"means": {"base": {}, "last": {}}, "gains": {}, "against": "base", "images": 8, "examples": 8}
     lines = comparison_table({**result, "transfer": {"last - base": [found.text()]}}).splitlines()
     assert f"last - base: {found.text()}" in lines
+
+
+@pytest.mark.parametrize("after_rl", [frozenset({"trained"}), frozenset[str]()])
+def test_given_weights_that_rewards_have_trained_have_a_transfer(
+    after_rl: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`retouch eval --weights`, as the evaluations of the run; a warm-up reads no rewards."""
+    rewards = {"ocr": OcrReward(), "a": OcrReward(role="gold")}
+    results = {"base": Evaluation(BEFORE, []), "trained": Evaluation(after(GAINS, HALF, HALF), [])}
+    monkeypatch.setattr(comparison, "_examples", lambda *_: [])
+    monkeypatch.setattr(comparison, "_scoring", lambda *_: nullcontext())
+    monkeypatch.setattr(comparison, "_evaluated", lambda *_: results)
+    config: Any = SimpleNamespace(rewards=rewards, reward_client=None, evaluation=SimpleNamespace(num_examples=8))
+    result = compare(Trained(config, {"trained": Path("weights")}, None, after_rl), None, None, None)
+    (found,) = confirmed(results["trained"], results["base"], rewards)
+    assert result.get("transfer") == ({"trained - base": [found.text()]} if after_rl else None)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from PIL.Image import Image
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.training import has_rl
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import Dataset, all_embedded
 from retouch.files.disk import write_whole
@@ -73,8 +72,7 @@ def compare(
     if out is not None:
         _write(results, examples, out, config)
     pairs = list(itertools.pairwise(results))
-    supervised = {"base", "warmed up", "trained"}  # stages that read no rewards
-    return _result(results, examples, config.rewards, pairs, set(results) - supervised, trained.run)
+    return _result(results, examples, config.rewards, pairs, trained.after_rl, trained.run)
 
 
 def compare_runs(
@@ -123,7 +121,7 @@ def compare_runs(
         columns = {name: Column(name, found.means(), found.rows) for name, found in results.items()}
         write_comparison(folders, out / "compare.html", Sampled(columns, image))
     base_pair = [(BASE, first)] if BASE in results else []
-    after_rl = {name for name, config in configs.items() if has_rl(config)}
+    after_rl = {name for name, trained in runs.items() if [*trained.weights][-1:] == [*trained.after_rl]}
     pairs = [*base_pair, *((first, other) for other in others)]
     return _result(results, examples, entries, pairs, after_rl, runs[first].run)
 

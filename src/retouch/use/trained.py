@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig, load_run
+from retouch.config.training import has_rl
 from retouch.engine.saved import sound_state
 from retouch.errors import CheckpointError
 from retouch.files.complete import complete_checkpoints, verify_files, verify_weights
@@ -18,14 +19,18 @@ ADAPTER = "ip-adapter"
 """Stem of the files of a style adapter (`retouch.adapters.formats.NAME`, which imports torch)."""
 
 
+_AFTER_RL = "after RL"
+
+
 @dataclass(frozen=True)
 class Trained:
     """A run file and the folders of its weights by name, oldest first; the base has none. `run` is the run directory,
-    if the run file lies in one."""
+    if the run file lies in one. `after_rl` names the weights that rewards have trained."""
 
     config: RunConfig
     weights: Mapping[str, Path]
     run: Path | None = None
+    after_rl: frozenset[str] = frozenset()
 
     @property
     def newest(self) -> Path | None:
@@ -56,20 +61,29 @@ class Trained:
         """
         if config is not None:
             loaded = load_run(config, unread=unread, trust=trust or None)
-            return cls(loaded, {} if weights is None else {"trained": _chosen(weights, loaded, raw)})
+            return cls(loaded, {}) if weights is None else cls._given(loaded, weights, raw, None)
         assert run is not None
         if not (run / "config.yaml").is_file():
             raise ConfigError(f"--run: given {run}; expected a run directory (it has no config.yaml)")
         loaded = load_run(run / "config.yaml", trust=trust)
         if weights is not None:
-            return cls(loaded, {"trained": _chosen(weights, loaded, raw)}, run)
+            return cls._given(loaded, weights, raw, run)
         folders = complete_checkpoints(run / "checkpoints")
         if not folders:
             raise CheckpointError(f"{run} has no complete checkpoint yet")
         named = {_stage(f, loaded): f for f in folders[:-1]}  # the newest of each stage
         chosen = {"warmed up": named["warmed up"]} if "warmed up" in named else {}
         chosen[_stage(folders[-1], loaded)] = folders[-1]
-        return cls(loaded, {name: _chosen(folder, loaded, raw) for name, folder in chosen.items()}, run)
+        after_rl = frozenset(chosen) & {_AFTER_RL}
+        return cls(loaded, {name: _chosen(folder, loaded, raw) for name, folder in chosen.items()}, run, after_rl)
+
+    @classmethod
+    def _given(cls, config: RunConfig, weights: Path, raw: bool | None, run: Path | None) -> Trained:
+        """Of a checkpoint, a folder or a file of weights; what lies in no checkpoint is the end of the run."""
+        name, chosen = "trained", _chosen(weights, config, raw)
+        checkpoint = next((one for one in (weights, *weights.parents[:2]) if (one / "state.json").is_file()), None)
+        by_rl = has_rl(config) if checkpoint is None else _stage(checkpoint, config) == _AFTER_RL
+        return cls(config, {name: chosen}, run, frozenset({name} if by_rl else ()))
 
 
 def weights_folder(path: Path, *, raw: bool) -> Path:
@@ -119,4 +133,4 @@ def _stage(folder: Path, config: RunConfig) -> str:
     if progress["phase"] != "rl":
         return "trained"
     supervised = config.algorithm.supervised_steps(config)
-    return "warmed up" if progress["step"] == supervised > 0 else "after RL"
+    return "warmed up" if progress["step"] == supervised > 0 else _AFTER_RL
