@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,37 @@ def test_freed_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch)
     assert trimmed == [0, 0] and slept == [machine.TRIM_S] * 3
     monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: SimpleNamespace())
     machine.return_memory()
+
+
+V1 = "4:cpu,cpuacct:/docker/a\n3:memory:/docker/a\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/\n", {"memory.max": "max"}, None),
+        ("0::/\n", {"memory.max": "4096\n"}, 4096),
+        ("0::/job/step\n", {"job/memory.max": "8192", "job/step/memory.max": "max"}, 8192),
+        ("0::/job/step\n", {"job/memory.max": "8192", "job/step/memory.max": "16384"}, 8192),
+        ("0::/outside\n", {"memory.max": "4096"}, 4096),
+        (V1, {"memory/docker/a/memory.limit_in_bytes": "4096", "memory.max": "max"}, 4096),
+        (V1, {"memory/memory.limit_in_bytes": "4096"}, 4096),
+        (V1, {"cpu/docker/a/memory.limit_in_bytes": "1"}, None),
+        (None, {}, None),
+    ],
+)
+def test_the_memory_of_a_container_is_the_least_of_its_groups(
+    groups: str | None, files: dict[str, str], limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both versions of control groups; a container sees its own group at the root, or at the path outside of it."""
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content, "ascii")
+    if groups is not None:
+        (tmp_path / "cgroup").write_text(groups, "utf-8")
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "_CGROUP_FILES", tmp_path)
+    assert machine.container_limit() == limit
 
 
 ENTRY = """

@@ -20,6 +20,7 @@ from retouch.doctor.model import FoundModel, downloaded, find_model, loaded
 from retouch.doctor.networks import Networks, asked_adapter, build_networks
 from retouch.families.base import FamilySpec, Model, TrainFull, TrainIpAdapter, TrainLora
 from retouch.families.sizes import Sizes, released_sizes
+from retouch.process.machine import container_limit
 from retouch.registry import load_attribute
 
 if TYPE_CHECKING:
@@ -440,8 +441,9 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
         has, free, where = min(g.memory for g in gpus.usable), min(g.free for g in gpus.usable), "a GPU"
     else:
         need = world_size * (need + host_bytes(run, weights))
-        has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        free, where = has, "this machine"
+        machine, container = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), container_limit()
+        free = has = min(machine, container or machine)
+        where = "this machine" if has == machine else "this container"
     parts = "" if weights.whole else " (text encoders, VAE or image encoder are not here to be counted)"
     frozen = weights.frozen + weights.adapter
     parts += f", {size(beside)} of networks of {', '.join(scorers)}" if scorers else ""

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,30 @@ def this_machine() -> Machine:
     except OSError:
         boot = ""
     return Machine(socket.gethostname(), boot)
+
+
+_CGROUPS, _CGROUP_FILES = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def container_limit() -> int | None:
+    """Bytes of memory that the control groups of this process may take together, as of a container or a job; None
+    without a limit. The kernel ends what takes more, however much the machine has."""
+    try:
+        lines = _CGROUPS.read_text(encoding="utf-8").splitlines()
+    except OSError:  # macOS
+        return None
+    limits: list[int] = []
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        root, file = (_CGROUP_FILES / "memory", "memory.limit_in_bytes") if kinds else (_CGROUP_FILES, "memory.max")
+        group = root / path.lstrip("/")
+        # every group above limits it too; a container has its own at the root, whatever the path outside
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
+            with suppress(OSError, ValueError):  # no such file here, or "max"
+                limits.append(int((folder / file).read_text(encoding="ascii")))
+    return min(limits, default=None)
 
 
 WAIT_POLICY = "OMP_WAIT_POLICY"
