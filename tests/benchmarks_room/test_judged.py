@@ -15,10 +15,13 @@ from PIL import Image
 from retouch.benchmarks.base import Benchmark, ImageRow
 from retouch.benchmarks.load import load_benchmark
 from retouch.benchmarks.outputs import outputs_of
+from retouch.config import ConfigError
 from retouch.data.base import ItemFiles
+from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import judge_client as judge
 from retouch.types import Failure, Outcome, Score
 from retouch.use.benchmark import run_benchmark
+from retouch.use.benchmark_scores import scorers_of
 from tests.data.test_judged_formats import write_gedit, write_imgedit
 from tests.rewards.openai_server import KEY, OpenAIServer, pictures, text_of
 from tests.rewards.test_geneval import example, served
@@ -117,6 +120,19 @@ def write_outputs(given: Benchmark, folder: Path, level: int = 120) -> Path:
         (folder / output.file).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.full((16, 16, 3), level, np.uint8)).save(folder / output.file)
     return folder
+
+
+def test_the_judges_of_a_benchmark_count_over_its_starts_and_shards(server: OpenAIServer, tmp_path: Path) -> None:
+    """In `--out`: a benchmark that is started again went beyond its budget."""
+    server.says = lambda asked: '{"score": [9, 4]}'
+    given = benchmark("gedit", rewards={"viescore": {"model": "judge", "address": server.url, "budget_requests": 4}})
+    grey = np.full((32, 32, 3), 51, np.uint8)
+    with scorers_of(given, tmp_path / "out") as scorers:  # two first questions
+        assert not scorers.tables[0].submit([RewardItem(0, "grey", grey, source=grey)]).result().failures()
+    with pytest.raises(ConfigError, match="budget of 4 requests is spent"), scorers_of(given, tmp_path / "out"):
+        pass
+    with scorers_of(given, tmp_path / "another"):
+        assert len(server.asked) == 6
 
 
 @pytest.mark.full

@@ -91,7 +91,7 @@ def run_benchmark(
     benchmark_distances.check_distances(benchmark, outputs)
     from retouch.use import benchmark_scores
 
-    with benchmark_scores.scorers_of(benchmark) as scorers:
+    with benchmark_scores.scorers_of(benchmark, out) as scorers:
         abouts = _sample(benchmark, runs, configs, weights, data, outputs, out, share)
         abouts |= {name: {"images_of": str(folder)} for name, folder in external.items()}
         places = {**{name: out / "images" / name for name in weights}, **external}

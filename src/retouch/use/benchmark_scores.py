@@ -31,6 +31,7 @@ from retouch.rewards.devices import own_device
 from retouch.rewards.golden import golden_items
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.table import RewardTable, Scores
+from retouch.rewards.scorers.judge_budget import spending_of
 from retouch.training.scoring import item_of, summary, wait_for_rewards
 from retouch.types import Example, Failure, Outcome
 from retouch.use.comparison import scored_here
@@ -81,10 +82,13 @@ class Scorers:
 
 
 @contextmanager
-def scorers_of(benchmark: Benchmark) -> Iterator[Scorers]:
+def scorers_of(benchmark: Benchmark, out: Path) -> Iterator[Scorers]:
     """The rewards of a benchmark, once all can be scored.
 
     Raises:
+    Args:
+        out: folder of the result, in which the judges of all shards and starts count what they spend.
+
         ConfigError, RewardOutage: one of them cannot.
     """
     entries = {name: scored_here(entry) for name, entry in benchmark.rewards.items()}
@@ -94,7 +98,7 @@ def scorers_of(benchmark: Benchmark) -> Iterator[Scorers]:
             if entry.gated_by is not None:
                 continue
             together = {name: entry, **{n: e for n, e in entries.items() if e.gated_by == name}}
-            table = RewardTable(together, benchmark.reward_client, device=own_device())
+            table = RewardTable(together, benchmark.reward_client, device=own_device(), spending=spending_of(out))
             stack.callback(table.close)
             table.start()
             table.wait_loaded()  # two scorers must not load at the same time
