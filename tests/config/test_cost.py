@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 from tools import cost_table
@@ -307,3 +308,33 @@ def test_sizes_of_a_local_folder_are_claimed_only_if_its_config_has_them(run_wit
             found = cost(run_with("model.path=somewhere", path))
             assert (found.checkpoint_bytes == released.checkpoint_bytes) is known
             assert (found.tflop_per_forward is None) is not known
+
+
+def test_a_fine_tune_on_the_hub_is_counted_by_its_config_or_named(
+    run_with: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config in the hub's cache, if it was downloaded: a pruned FLUX had the cost of a whole one."""
+    released = FAMILIES["flux_fill"].spec.hub_ids[0]
+    config, named = (
+        FAMILIES["flux_fill"].spec.released["transformer"],
+        f"whether some/model has the sizes of {released}",
+    )
+    file = tmp_path / "config.json"
+    for sizes, known, told in ((None, True, True), (config, True, False), ({**config, "num_layers": 1}, False, False)):
+        if sizes is not None:
+            file.write_text(json.dumps(dict(sizes)), encoding="utf-8")
+        asked: list[tuple[str, str]] = []
+
+        def cached(hub_id: str, name: str, here: bool = sizes is not None, asked: list[Any] = asked) -> str | None:
+            asked.append((hub_id, name))
+            return str(file) if here else None
+
+        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached)
+        for path in ("model.path=some/model", "model.transformer={path: some/model, subfolder: transformer}"):
+            run = run_with(f"model.path={released}", path)
+            found = cost(run)
+            assert (found.gpu_hours is not None and found.checkpoint_bytes is not None) is known
+            assert ("not known" in "\n".join(line for line in cost_lines(run, found) if named in line)) is told
+        assert set(asked) == {("some/model", "transformer/config.json")}
+    asked.clear()
+    assert not any("whether" in why for why in cost(run_with(f"model.path={released}")).unknown) and not asked

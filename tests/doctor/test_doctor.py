@@ -359,6 +359,10 @@ def test_a_hub_id_that_was_not_downloaded_is_no_fault(run_yaml: Callable[..., Pa
     assert found["model"]["status"] == "warning"
     assert "nobody/nothing is not on this machine; the run downloads it" in found["model"]["says"]
     assert "11,902,391,360 trained" in found["memory"]["says"]  # of the released size: 11.9 B
+    assert (
+        "(not known: whether nobody/nothing has the sizes of black-forest-labs/FLUX.1-Fill-dev"
+        in (found["memory"]["says"])
+    )
 
 
 def test_weights_cut_off_by_a_full_disk(run_yaml: Callable[..., Path], model: Path) -> None:

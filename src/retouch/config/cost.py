@@ -153,6 +153,8 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
     tflop, evaluation_tflop = (tflop_of(run, data) for data in (run.data, run.evaluation.data or run.data))
     if tflop is None:
         unknown.append(f"FLOPs and GPU hours: {run.model.path} has not the sizes that {run.model.family} records")
+    elif (assumed := run.model.assumed_sizes) is not None:
+        unknown.append(assumed)
     # A rate that was measured on one GPU is taken for another in proportion to their peaks; a network without one
     # takes a share of the peak. `unknown` names the parts without a number.
     network = run.model.spec.networks.get(run.model.spec.network_name, "")

@@ -452,6 +452,7 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
         f"{size(need)} counted for {weights.trained:,} trained and {frozen:,} frozen weights of the network"
         f"{parts}, {size(has)} in {where}; activations come on top"
     )
+    counted += f" (not known: {assumed})" if (assumed := run.model.assumed_sizes) is not None else ""
     if need > has:
         less = _LESS[run.model.train.kind]
         if run.training.sharding == "none" and not run.training.compile and run.optimizer.state == "fp32":

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from retouch.doctor.line import Line
 from retouch.families.base import Model, OtherTransformer
-from retouch.files.model_files import Damaged, components, json_object, schedule_problem, stems, weights_of
+from retouch.files.hub import cached
+from retouch.files.model_files import INDEX, Damaged, components, json_object, schedule_problem, stems, weights_of
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,8 @@ def loaded(model: Model, *, embedded: bool, folder: Path | None = None) -> dict[
 
 def downloaded(hub_id: str) -> Path | None:
     """The newest snapshot of a hub id in the local cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    index = try_to_load_from_cache(hub_id, "model_index.json")
-    return Path(index).parent if isinstance(index, str) else None
+    index = cached(hub_id, INDEX)
+    return None if index is None else index.parent
 
 
 def _require_network(folder: Path, expected: str, variant: str | None) -> None:

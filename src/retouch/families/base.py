@@ -17,6 +17,7 @@ from retouch.config.reads import ReadBy
 from retouch.families import FAMILIES
 from retouch.families.facts import AdapterFacts, FamilySpec
 from retouch.families.trained import Train, TrainFull, TrainIpAdapter, TrainLora
+from retouch.files.hub import cached
 from retouch.files.model_files import Damaged, json_object
 from retouch.registry import Chosen
 
@@ -257,20 +258,44 @@ class ModelSection(Section):
 
     @property
     def has_released_sizes(self) -> bool:
-        """Whether the network has the sizes of `spec.released`: of a folder on this machine by its config; another path
-        is taken for that of a released model."""
+        """Whether the network has the sizes of `spec.released`, by its config in the folder or in the hub's cache. A
+        hub id without one is taken for a model of these sizes; `assumed_sizes` names it."""
         if self.path == "tiny":
             return False
-        name, other = self.spec.network_name, self.transformer
-        folder = Path((other or self).path).expanduser()
-        if not folder.is_dir():
+        if self._is_released:
+            return True
+        file = self._network_config
+        if file is None:
             return True
         try:
-            config = json_object(folder / (name if other is None else other.subfolder or "") / "config.json")
+            config = json_object(file)
         except Damaged:
             return False
-        sizes = to_jsonable_python(self.spec.released.get(name, {}))
+        sizes = to_jsonable_python(self.spec.released.get(self.spec.network_name, {}))
         return all(config.get(key) in (None, size) for key, size in sizes.items())
+
+    @property
+    def assumed_sizes(self) -> str | None:
+        """Why counts by `spec.released` may be those of another model; None where its sizes are known."""
+        if self._is_released or not self.has_released_sizes or self._network_config is not None:
+            return None
+        path, released = (self.transformer or self).path, next(iter(self.spec.hub_ids), self.family)
+        return (
+            f"whether {path} has the sizes of {released}, by which it is counted: its config is not on this machine; "
+            "`retouch check --memory` downloads it"
+        )
+
+    @property
+    def _is_released(self) -> bool:
+        return self.transformer is None and self.path in self.spec.hub_ids
+
+    @property
+    def _network_config(self) -> Path | None:
+        """The config of the trained network; None of a hub id that was not downloaded."""
+        other = self.transformer
+        path, inside = (self.path, self.spec.network_name) if other is None else (other.path, other.subfolder or "")
+        folder = Path(path).expanduser()
+        return folder / inside / "config.json" if folder.is_dir() else cached(path, f"{inside}/config.json".lstrip("/"))
 
     def text_tokens(self, size: tuple[int, int]) -> int:
         """Text tokens of a sample in the network; where they follow the prompt, those of one of `PROMPT_TOKENS`."""

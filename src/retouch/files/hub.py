@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -81,6 +82,18 @@ def snapshot(hub_id: str) -> str | None:
         return snapshot_download(hub_id, local_files_only=True)
     except (OSError, ValueError):
         return None
+
+
+def cached(hub_id: str, file: str) -> Path | None:
+    """A downloaded file of a hub id; None for another path, and where it is not in the cache."""
+    if not is_hub_id(hub_id) or importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    with suppress(ValueError):  # a name that the hub does not allow
+        found = try_to_load_from_cache(hub_id, file)
+        return Path(found) if isinstance(found, str) else None
+    return None
 
 
 def refusal(error: BaseException, hub_id: str) -> str | None:
