@@ -14,7 +14,8 @@ from PIL import Image
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.observe import RunDir, run_dir
-from retouch.observe.run_dir import read_metrics
+from retouch.observe.kept import kept_rows
+from retouch.observe.run_dir import read_metrics, read_own_rows
 from tests.fuzz.inputs import bounded
 
 Config = Callable[..., RunConfig]
@@ -299,3 +300,21 @@ def test_later_checkpoints_on_another_file_system_stay_there(config: Config, mon
     back.close()
     assert (directory.checkpoints / "attempt-1" / "step-000004" / "complete.json").is_file()
     assert not (directory.checkpoints / "step-000004").exists()
+
+
+def test_each_problem_of_a_file_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The report, alarms and grids read it again; one that had another problem was silently left out."""
+    (tmp_path / "elsewhere").write_text("")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    file = folder / "rows.jsonl"
+    file.symlink_to(tmp_path / "elsewhere")
+    for _ in range(2):
+        assert read_own_rows(folder, file) == []
+    file.unlink()
+    for content in ("", '{"example": 1}\n'):
+        file.write_text(content)
+        for _ in range(2):
+            assert kept_rows(folder, None) is None
+    problems = ("no file of the run itself", "damaged (empty)", "damaged (line 1 is no row of an evaluation)")
+    assert [caplog.text.count(f"{file}: {problem}") for problem in problems] == [1, 1, 1]

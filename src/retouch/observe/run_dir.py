@@ -369,15 +369,11 @@ def read_own_rows(run: Path, place: Path) -> list[dict[str, Any]]:
     return []
 
 
-_NAMED = set[Path]()
-"""Files that `warn_once` has named in this process."""
-
-
+@cache
 def warn_once(place: Path, problem: str) -> None:
-    """Name what is wrong with a file of a run, the first time: evaluations, alarms and the report read it again."""
-    if place not in _NAMED:
-        _NAMED.add(place)
-        logger.warning("%s: %s", place, problem)
+    """Name what is wrong with a file of a run, each problem the first time: evaluations, alarms and the report read it
+    again."""
+    logger.warning("%s: %s", place, problem)
 
 
 def require_own(run: Path) -> None:
