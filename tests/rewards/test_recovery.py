@@ -71,12 +71,18 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_helper_that_a_scorer_forked_keeps_no_worker_from_its_restart() -> None:
-    """It holds the socket, whose end never comes; and it ends with the worker."""
+    """It holds the socket, whose end never comes; and it ends with the worker. SIGTERM, which a scheduler sends to all
+    processes of a job, ends the helper alone: the server decides when its worker ends."""
 
     async def trial(worker: worker_module.ProcessWorker) -> None:
         await working(worker)
         (score,) = await scores(worker, item(0))
         helper, before = int(score.detail["pid"]), worker.pid
+        os.killpg(before, signal.SIGTERM)
+        await came_true(lambda: not alive(helper))
+        (score,) = await scores(worker, item(0))
+        assert (worker.pid, worker.restarts) == (before, 0)
+        helper = int(score.detail["pid"])
         assert alive(helper)
         os.kill(before, signal.SIGKILL)
         await came_true(lambda: worker.ready and worker.pid != before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -40,6 +41,19 @@ def ignore_notices() -> None:
     """In a process that its parent ends: the parent decides what follows from a notice."""
     for number in NOTICES:
         signal.signal(number, signal.SIG_IGN)
+
+
+def leave_to_parent(number: int) -> None:
+    """In a process that its parent ends: a signal that a scheduler sends to every process of a job changes nothing, and
+    what this process starts, or forks, is ended by it as before."""
+    own = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(number, handle)  # ignored, it would be for programs that this process starts, too
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -16,9 +16,10 @@ from dataclasses import asdict
 from typing import Any
 
 from retouch.errors import ConfigError, InputError, RetouchError, RewardOutage
+from retouch.process.signals import leave_to_parent
 from retouch.rewards.base import problem_of
-from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer
 from retouch.rewards.foreign import questions_end
+from retouch.rewards.protocol import CheckedScorer, RewardItem, Scorer
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.judge_budget import share_budgets
 from retouch.rewards.server.frames import (
@@ -47,6 +48,7 @@ _AGAIN_S = 5.0
 def main() -> None:
     """Load the scorers that the front names, and answer its batches until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the front, which drains first
+    leave_to_parent(signal.SIGTERM)  # as is the end of a job; the socket then ends this process
     begin_process()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)  # programs that a scorer starts do not need it
