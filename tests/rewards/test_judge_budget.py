@@ -89,14 +89,29 @@ def test_a_file_that_holds_no_count_is_ignored(tmp_path: Path, caplog: pytest.Lo
 def test_a_folder_that_cannot_be_written_is_reported_and_counts_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    one = budget(tmp_path, requests=1)
-    monkeypatch.setattr(judge_budget, "write_whole", full)
+    """Once, and not with every batch; what was spent meanwhile is counted as soon as there is room again."""
+    one, write = budget(tmp_path, requests=3), judge_budget.write_whole
+    monkeypatch.setattr(judge_budget, "write_whole", lambda path, text: Path("/dev/full").write_text(text, "utf-8"))
     spend(one)
-    one.exchange()
-    assert "cannot be counted there (No space left on device)" in caplog.text
+    spend(one)
+    assert caplog.text.count("cannot be counted there (No space left on device)") == 1
+    assert budget(tmp_path).total() == (0, 0, 0)
+    monkeypatch.setattr(judge_budget, "write_whole", write)
+    spend(one)
+    assert budget(tmp_path).total() == (3, 1_200_000, 300_000)
+    with pytest.raises(BudgetSpent):
+        one.begin()
+
+
+@pytest.mark.parametrize("place", ["/proc/judge-spending", "file/judge-spending"])
+def test_a_folder_that_cannot_be_made_counts_this_process(
+    place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For any user, root included."""
+    (tmp_path / "file").touch()
+    one = budget(tmp_path / place, requests=1)
+    spend(one)
+    assert caplog.text.lower().count("cannot be counted there (no") == 1  # such file or directory; not a directory
     with pytest.raises(BudgetSpent):
         one.begin()
 

@@ -52,6 +52,7 @@ class Ledger:
         self._own = folder / f"{uuid.uuid4().hex}.json"
         self._written: Spent = (0, 0, 0)
         self._next_look = 0.0
+        self._is_written = True
         self._ignored = set[Path]()
         self.others = self._read()
 
@@ -63,14 +64,16 @@ class Ledger:
         if own != self._written:
             try:
                 write_whole(self._own, json.dumps(dict(zip(_KEYS, own, strict=True))))
-                self._written = own
+                self._written, self._is_written = own, True
             except OSError as error:
-                logger.warning(
-                    "%s: the requests of the judge cannot be counted there (%s); other processes, and a resumed run, "
-                    "count less than was spent",
-                    self.folder,
-                    error.strerror,
-                )
+                if self._is_written:  # once, until it can be written again: every batch tries
+                    logger.warning(
+                        "%s: the requests of the judge cannot be counted there (%s); other processes, and a resumed "
+                        "run, count less than was spent",
+                        self.folder,
+                        error.strerror or error,
+                    )
+                self._is_written = False
         self.others = self._read()
 
     def _read(self) -> Spent:
