@@ -582,7 +582,7 @@ def test_a_missing_extra_is_named_with_its_command(
     )
     assert done.returncode == 2, done.stderr
     *begun, line = done.stderr.splitlines()
-    assert [LOADING in one for one in begun] == [True] * (command[0] == "train")
+    assert [LOADING in one for one in begun] == [True] * (command[0] in ("train", "sample"))
     assert line.startswith("error: ") and line.endswith(f'pip install "retouch[{extra}]"')
     assert module in line
 
