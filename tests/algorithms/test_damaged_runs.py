@@ -222,7 +222,7 @@ def test_rows_of_an_evaluation_that_are_too_few_are_not_compared(whole: Path, cu
     (cut / "metrics.jsonl").write_text(lines.replace('"images": 1,', '"images": 2,', 1), encoding="utf-8")
     outcome = resumed(whole, cut)
     ends(outcome, WARNS, whole, cut)
-    assert "rows.jsonl: damaged (1 rows, and metrics.jsonl has 2 images)" in outcome.err
+    assert "rows.jsonl: damaged (1 row for the 2 images of metrics.jsonl)" in outcome.err
 
 
 # --- evaluations without a reward ---

@@ -172,7 +172,7 @@ def test_broken_items_are_counted_and_limited(tmp_path: Path) -> None:
     given = benchmark("brushbench", folder, saved_as="jpeg", rewards=rewards)
     data = {"items": 600, "unusable_items": 1}
     result = result_of(given, {"base": ResultColumn([], [], {})}, data, {})
-    assert result["published"]["reasons"] == ["1 items cannot be used"]
+    assert result["published"]["reasons"] == ["1 unusable item"]
 
 
 def test_a_key_selects_what_a_run_on_the_rest_does_not_train_on(tmp_path: Path) -> None:

@@ -220,14 +220,14 @@ def test_images_of_another_program_are_scored_without_a_model(
     outcome = retouch("eval", "--benchmark", place / "benchmark.yaml", "--images", folder, "--out", out)
     assert outcome.code == 0, outcome.err
     told = " ".join(outcome.err.split())
-    assert "1 of 8 images are missing" in told
-    assert "1 images are no outputs of the benchmark and are not scored; the first: extra.png" in told
+    assert "1 of 8 images missing" in told
+    assert "not scored, because it is no output of the benchmark: 1 image; the first: extra.png" in told
     result = result_in(out)
     about = result["weights"]["theirs"]
     assert (about["images"], about["missing_files"]) == (7, ["test200_0.png"])
     assert about["failures"] == {"ocr": {"bad_item": 1}, "style": {"bad_item": 1}}
     assert "theirs: 7 images, 1 missing, failed scores: 1 x ocr, 1 x style" in outcome.out
-    assert "theirs: 1 images are missing; theirs: 2 scores failed" in outcome.out
+    assert "theirs: 1 missing image; theirs: 2 failed scores" in outcome.out
     beside = retouch(
         "eval", "--benchmark", place / "benchmark.yaml", "--images", sharded[1] / "images" / "base",
         "--images", folder, "--out", out, "--json",

@@ -80,7 +80,7 @@ def test_sizes_and_counts_are_the_official_ones_unless_given(tmp_path: Path) -> 
     other = load_benchmark(file(tmp_path, text), None)
     assert (other.count, other.data().size) == (1, (32, 64))
     assert other.departures() == [
-        "1 images per item instead of 2",
+        "1 image per item instead of 2",
         "sampled at 32 x 64 pixels instead of 512 x 512",
     ]
 
@@ -214,7 +214,7 @@ def test_columns_are_compared_over_the_items_that_both_have(tmp_path: Path) -> N
     assert result["weights"]["base"]["failures"] == {"ocr": {"unavailable": 1}}
     assert result["weights"]["trained"]["missing_files"] == ["test9_0.png", "test9_1.png"]
     assert result["published"]["reasons"] == [
-        "no evaluator and no table are published", "base: 1 scores failed", "trained: 2 images are missing",
+        "no evaluator and no table are published", "base: 1 failed score", "trained: 2 missing images",
     ]  # fmt: skip
     table = benchmark_table(result)
     assert "trained - base [95 %]" in table.splitlines()[0]
@@ -251,7 +251,7 @@ def test_published_rows_are_shown_where_the_settings_compare(tmp_path: Path) -> 
         (table(items=599), "599 of 600 items"),
         (table(items=601), "601 items instead of 600"),
         (table(clip="mine"), model),
-        (table(resized=3), "base: 3 images are not of 512 x 512 pixels"),
+        (table(resized=3), "base: 3 images of another size than 512 x 512 pixels"),
         (table("rewards: {clip: {text_key: caption}, kept_area: {scorer: jpeg_size}}\n"),
          'rewards.kept_area is jpeg_size instead of kept_area; rewards.clip.text_key is "caption" instead of ""'),
         (table("rewards: {clip: {crop: mask_box}}\n"), 'rewards.clip.crop is "mask_box" instead of "none"'),

@@ -151,7 +151,7 @@ def test_gedit_runs_on_the_published_layout(server: OpenAIServer, tmp_path: Path
     assert result["published"]["reasons"] == [
         f"{result['data']['items']} of 1212 items",
         f"viescore is scored by {revision!r}, the published numbers by gpt-4.1",
-        "model: 1 images are missing",
+        "model: 1 missing image",
     ]
     assert {p.shape[:2] for asked in server.asked[2:] for p in pictures(asked)} == {(20, 30)}  # the source's size
     assert {asked["temperature"] for asked in server.asked} == {1}

@@ -24,6 +24,7 @@ from retouch.benchmarks.outputs import Shard, outputs_of
 from retouch.data.dataset import load_dataset
 from retouch.errors import ConfigError, DataError, RewardOutage
 from retouch.lru import LruCache
+from retouch.process.plain_text import count_of
 from retouch.rewards import REWARDS
 from retouch.rewards.base import UNSCORED, RewardEntry
 from retouch.rewards.client.revisions import Revisions, without_fingerprints
@@ -363,7 +364,7 @@ def test_images_that_always_fail_are_counted_and_keep_no_result_back(
         result = scored(given, images, tmp_path / "out")
         assert failures(result) == {"clip": {"unavailable": len(failing)}}
         assert sorted(set(_ASKED) - {"golden"}) == (failing if start else [f"thing {n}" for n in range(4)])
-        assert f"clip: {len(failing)} images have no score: unavailable x {len(failing)}" in caplog.text
+        assert f"clip: no score of {count_of(len(failing), 'image')}: unavailable x {len(failing)}" in caplog.text
     _FAILING.clear()
     assert failures(scored(given, images, tmp_path / "out")) == {}
 
@@ -389,7 +390,7 @@ def test_failures_that_no_second_try_changes_are_in_the_warning(
     next(images.rglob("*0.png")).write_bytes(b"no image")
     _FAILING.add("thing 2")
     assert failures(scored(given, images, tmp_path / "out")) == {"clip": {"bad_item": 1, "unavailable": 1}}
-    assert "clip: 2 images have no score: bad_item x 1" in caplog.text
+    assert "clip: no score of 2 images: bad_item x 1" in caplog.text
 
 
 # --- judges ---

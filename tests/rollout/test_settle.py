@@ -333,7 +333,7 @@ def test_a_reward_of_weight_0_stops_nothing(caplog: pytest.LogCaptureFixture) ->
             made.close()
     assert scores.combined() == scores.values("r") == [0.0, 1.0, 2.0]
     assert scores.values("logged") == [None] * 3
-    assert "3 values of rewards of weight 0 failed: unavailable x 3" in caplog.text
+    assert "3 failed values of rewards of weight 0: unavailable x 3" in caplog.text
 
 
 # --- what scorers see ---

@@ -21,6 +21,7 @@ from retouch.config.load import overlaid
 from retouch.config.variables import with_variables
 from retouch.data.base import DataSection, ItemFiles, ProtocolData
 from retouch.errors import ConfigError
+from retouch.process.plain_text import count_of
 from retouch.rewards.base import UNSCORED, Reward, RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.foreign import one_line
@@ -224,9 +225,9 @@ class Benchmark(Section):
         beside `caveats`. The result adds those of the run: its items, sizes and models."""
         found: list[str] = []
         if self.count != self.official.images_per_item:
-            found.append(f"{self.count} images per item instead of {self.official.images_per_item}")
+            found.append(f"{count_of(self.count, 'image')} per item instead of {self.official.images_per_item}")
         if self.limit is not None:
-            found.append(f"only the first {self.limit} items")
+            found.append(f"only the first {count_of(self.limit, 'item')}")
         if self.held_out_share is not None:
             found.append(f"only the held-out share of {self.held_out_share:g} of the items")
         if self.official.resolution not in (None, self.size):

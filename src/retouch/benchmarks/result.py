@@ -16,6 +16,7 @@ import retouch
 from retouch.benchmarks.base import Benchmark, ImageRow, means
 from retouch.errors import ConfigError
 from retouch.observe.statistics import bootstrap_intervals
+from retouch.process.plain_text import count_of
 from retouch.rewards.client.revisions import is_cut
 from retouch.rewards.foreign import one_line
 from retouch.types import Failure
@@ -151,10 +152,12 @@ def _departures(
     found = [*benchmark.caveats, *benchmark.departures()]
     items, expected = data["items"], benchmark.official_items()
     if data.get("unusable_items"):
-        found.append(f"{data['unusable_items']} items cannot be used")
+        found.append(count_of(data["unusable_items"], "unusable item"))
     # A share and a limit are departures that the benchmark names itself; beside them the number of items means nothing.
     if benchmark.held_out_share is None and benchmark.limit is None and expected not in (None, items):
-        found.append(f"{items} of {expected} items" if items < expected else f"{items} items instead of {expected}")
+        found.append(
+            f"{items} of {expected} items" if items < expected else f"{count_of(items, 'item')} instead of {expected}"
+        )
     for reward, model in benchmark.official.scorers.items():
         # Several servers can have scored, each with its own revision: the first that is not the published model is
         # named.
@@ -166,11 +169,11 @@ def _departures(
         failed = sum(sum(codes.values()) for codes in column.failures().values())
         if column.resized:
             size = "{1} x {0}".format(*benchmark.official_size)
-            found.append(f"{name}: {column.resized} images are not of {size} pixels")
+            found.append(f"{name}: {count_of(column.resized, 'image')} of another size than {size} pixels")
         if seen := column.about.get("trained_on"):
             found.append(f"{name}: its run trained on {seen} of {items} items")
-        found += [f"{name}: {len(column.missing)} images are missing"] if column.missing else []
-        found += [f"{name}: {failed} scores failed"] if failed else []
+        found += [f"{name}: {count_of(len(column.missing), 'missing image')}"] if column.missing else []
+        found += [f"{name}: {count_of(failed, 'failed score')}"] if failed else []
     return found
 
 
@@ -298,14 +301,18 @@ def _distance(column: str, distances: Mapping[str, Mapping[str, Any]]) -> str:
     for name, told in distances.items():
         limits = "" if told["interval"] is None else " [{:.4g}, {:.4g}]".format(*told["interval"])
         few = " (too few images)" if "warning" in told else ""
-        parts.append(f"{name} {told['value']:.4g}{limits}{few} by {told['extractor']}, {told['images']} images")
+        parts.append(
+            f"{name} {told['value']:.4g}{limits}{few} by {told['extractor']}, {count_of(told['images'], 'image')}"
+        )
     return f"{column}: {'; '.join(parts)}"
 
 
 def _count(name: str, told: Mapping[str, Any]) -> str:
     failed = [f"{sum(codes.values())} x {reward}" for reward, codes in told["failures"].items()]
     missing = f", {told['missing']} missing" if told["missing"] else ""
-    return f"{name}: {told['images']} images{missing}" + (f", failed scores: {', '.join(failed)}" if failed else "")
+    return f"{name}: {count_of(told['images'], 'image')}{missing}" + (
+        f", failed scores: {', '.join(failed)}" if failed else ""
+    )
 
 
 def _published(result: Mapping[str, Any], names: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from retouch.files import plain_json
 from retouch.files.disk import read_bounded
 from retouch.imaging.reading import open_image
 from retouch.observe.run_dir import warn_once
+from retouch.process.plain_text import count_of
 
 Row = dict[str, Any]
 
@@ -45,7 +46,7 @@ def kept_rows(folder: Path, images: object) -> list[Row] | None:
     try:
         rows = _rows(read_bounded(folder / "rows.jsonl", _MOST_BYTES))
         if images not in (None, len(rows)):
-            raise ValueError(f"{len(rows)} rows, and metrics.jsonl has {images} images")
+            raise ValueError(f"{count_of(len(rows), 'row')} for the {images} images of metrics.jsonl")
     except (OSError, ValueError) as error:
         _warn(folder / "rows.jsonl", str(error))
         return None

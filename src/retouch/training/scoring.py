@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from retouch.errors import ConfigError, FailureRateExceeded, RewardOutage
+from retouch.process.plain_text import count_of
 from retouch.rewards.addresses import TOKEN_VARIABLE, start_servers
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.table import RewardTable, Scores
@@ -104,7 +105,7 @@ def settle(
         without = sum(value is None for batch in scores for value in batch.combined())
         logger.warning("%d of %d images have no reward: %s", without, sum(map(len, scores)), summary(lost))
     if logged := failures_of(scores, weighted=False):
-        logger.warning("%d values of rewards of weight 0 failed: %s", len(logged), summary(logged))
+        logger.warning("%s of rewards of weight 0: %s", count_of(len(logged), "failed value"), summary(logged))
     return scores
 
 

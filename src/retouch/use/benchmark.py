@@ -33,6 +33,7 @@ from retouch.imaging.png import write_png
 from retouch.imaging.reading import open_image, to_rgb
 from retouch.observe.comparison import BASE
 from retouch.observe.grids import grid
+from retouch.process.plain_text import count_of
 from retouch.use import benchmark_distances
 from retouch.use.benchmark_images import about_weights, as_trained, chunks_of, claim, sample_outputs, with_settings
 from retouch.use.items import make_folder
@@ -118,7 +119,7 @@ def run_benchmark(
             resized = _resized(benchmark, [one.path for one in found]) if name in external else 0
             columns[name] = ResultColumn(rows, missing, abouts[name], resized)
         if waiting and share.count > 1:
-            logger.info("shard %s is done; %d images of other shards are not scored yet", share, waiting)
+            logger.info("shard %s is done; other shards have not scored %s yet", share, count_of(waiting, "image"))
             return None
         provenance = {
             "path": benchmark.path,
@@ -295,15 +296,16 @@ def _external(folders: Sequence[Path], outputs: Sequence[Output]) -> dict[str, P
         present = sum(find_file(folder, output.file) is not None for output in outputs)
         if not present:
             raise ConfigError(
-                f"--images: {folder} has none of the {len(outputs)} images; the first would be {outputs[0].file}"
+                f"--images: {folder} has none of the {count_of(len(outputs), 'image')}; the first would be "
+                f"{outputs[0].file}"
             )
         if present < len(outputs):
-            logger.warning("%s: %d of %d images are missing", folder, len(outputs) - present, len(outputs))
+            logger.warning("%s: %d of %s missing", folder, len(outputs) - present, count_of(len(outputs), "image"))
         if unused := unused_files(folder, outputs):
             logger.warning(
-                "%s: %d images are no outputs of the benchmark and are not scored; the first: %s",
+                "%s: not scored, because it is no output of the benchmark: %s; the first: %s",
                 folder,
-                len(unused),
+                count_of(len(unused), "image"),
                 unused[0].relative_to(folder),
             )
         named[name] = folder

@@ -20,6 +20,7 @@ from retouch.files.hub import looks_local
 from retouch.imaging.masks import Pixels
 from retouch.imaging.reading import PackedImage, open_image, to_rgb
 from retouch.observe.distances import DISTANCES, FEWEST_FOR_FID, Features, interval
+from retouch.process.plain_text import count_of
 from retouch.rewards.devices import own_device
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ def check_distances(benchmark: Benchmark, outputs: Sequence[Output]) -> None:
         where = f"distances.{name}"
         if len(real := _real(entry, outputs, where)) < 2:
             raise ConfigError(
-                f"{where}.real: given {entry.real!r}, which has {len(real)} images of this benchmark; give source, "
-                "target, or a folder of 2 or more"
+                f"{where}.real: given {entry.real!r}, which has {count_of(len(real), 'image')} of this benchmark; give "
+                "source, target, or a folder of 2 or more"
             )
         if entry.extractor == "encoder" and looks_local(entry.path) and not expanded(entry.path).is_dir():
             raise ConfigError(f"{where}.path: given {entry.path!r}; no such folder")
@@ -94,7 +95,7 @@ def distances_of(
             features, examples = _of_readable(extract, scored(there), [output.position for output, _ in there])
             if min(len(features), len(real)) < 2:
                 raise ConfigError(
-                    f"{where}: {column} has {len(features)} images and real has {len(real)}; give 2 or more"
+                    f"{where}: {column} has {count_of(len(features), 'image')} and real has {len(real)}; give 2 or more"
                 )
             distance = DISTANCES[entry.measure]
             told: dict[str, Any] = {
@@ -108,7 +109,7 @@ def distances_of(
             }
             if entry.measure == "fid" and min(len(features), len(real)) < FEWEST_FOR_FID:
                 told["warning"] = f"FID of fewer than {FEWEST_FOR_FID} images is mostly bias; use cmmd or kid"
-                logger.warning("%s: %s has %d images: %s", where, column, len(features), told["warning"])
+                logger.warning("%s: %s has %s: %s", where, column, count_of(len(features), "image"), told["warning"])
             found[column][name] = told
     return found
 

@@ -25,13 +25,14 @@ from retouch.data.identity import digest
 from retouch.errors import DataError, ImageProblem, RewardOutage
 from retouch.imaging.reading import open_image, to_rgb
 from retouch.lru import LruCache
+from retouch.process.plain_text import count_of
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.client.revisions import without_fingerprints
 from retouch.rewards.devices import own_device
 from retouch.rewards.golden import golden_items
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.table import RewardTable, Scores
 from retouch.rewards.scorers.judge_budget import spending_of
+from retouch.rewards.table import RewardTable, Scores
 from retouch.training.scoring import item_of, summary, wait_for_rewards
 from retouch.types import Example, Failure, Outcome
 from retouch.use.comparison import scored_here
@@ -85,10 +86,10 @@ class Scorers:
 def scorers_of(benchmark: Benchmark, out: Path) -> Iterator[Scorers]:
     """The rewards of a benchmark, once all can be scored.
 
-    Raises:
     Args:
         out: folder of the result, in which the judges of all shards and starts count what they spend.
 
+    Raises:
         ConfigError, RewardOutage: one of them cannot.
     """
     entries = {name: scored_here(entry) for name, entry in benchmark.rewards.items()}
@@ -212,13 +213,13 @@ def score(
         ]
         if not todo:
             continue
-        logger.info("%s: scoring %d images", ", ".join(table.entries), len(todo))
+        logger.info("%s: scoring %s", ", ".join(table.entries), count_of(len(todo), "image"))
         failed = _score_with(table, benchmark, todo, reader, scorers, record)
         again = [one for one, failure in failed if failure.retryable]
         failed = [(one, failure) for one, failure in failed if not failure.retryable]
         failed += _score_with(table, benchmark, again, reader, scorers, record)
         if failed:
-            logger.warning("%s: %d images have no score: %s", ", ".join(table.entries), len(failed),
+            logger.warning("%s: no score of %s: %s", ", ".join(table.entries), count_of(len(failed), "image"),
                            summary([failure for _, failure in failed]))  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from PIL import Image
 
+from retouch.process.plain_text import count_of
 from retouch.rewards.addresses import base_and_query, is_local, is_openai, secret_of
 from retouch.rewards.foreign import BrokenReply, Reply, deadline_of, fetch, no_cookies, one_line
 from retouch.rewards.judge import AUTO, DEFAULT_MODEL
@@ -176,8 +177,8 @@ class JudgeClient:
         if len(names) != 1:
             shown = ", ".join([*names[:5], "…"] if len(names) > 5 else names)
             raise JudgeError(
-                f"{self.address} lists {len(names)} models ({self._redacted(shown)}), of which model=auto cannot "
-                "choose one; export JUDGE_MODEL=..., or set rewards.NAME.model"
+                f"{self.address} lists {count_of(len(names), 'model')} ({self._redacted(shown)}), of which model=auto "
+                "cannot choose one; export JUDGE_MODEL=..., or set rewards.NAME.model"
             )
         return names[0]
 

@@ -17,6 +17,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from retouch.config.reads import ReadIf
 from retouch.errors import ConfigError, RewardOutage, shown
 from retouch.files import plain_json
+from retouch.process.plain_text import count_of
 from retouch.rewards.addresses import is_local, is_openai
 from retouch.rewards.base import PackageScorer, Question, RewardEntry
 from retouch.rewards.judge import COMMON, JudgeConfig
@@ -278,7 +279,7 @@ class JudgeScorer(PackageScorer[Judged]):
         self.budget.exchange()
         self._name_judge()
         b = self.budget
-        logger.info("judge: %d requests, %d + %d tokens, $%.4f", *b.spent, b.cost)
+        logger.info("judge: %s, %d + %d tokens, $%.4f", count_of(b.spent[0], "request"), *b.spent[1:], b.cost)
         return answers
 
     def _structured(

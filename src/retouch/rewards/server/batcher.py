@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from retouch.process.plain_text import count_of
 from retouch.rewards.client.cache import cache_key
 from retouch.rewards.protocol import PICTURES, RewardItem
 from retouch.rewards.server.frames import LATE, BatchCost
@@ -173,16 +174,16 @@ class Batcher:
             if any(len(outcomes[name]) != len(units) for name in line.rewards):
                 raise ValueError("another number of outcomes than of items")
         except WorkerLost as lost:
-            logger.warning("%d items are not scored: %s", len(units), lost)
+            logger.warning("%s not scored: %s", count_of(len(units), "item"), lost)
             if lost.scoring:
                 self._suspect(line.rewards, units)
             outcomes, work = _failed(line, units, Failure("worker_lost", str(lost), retryable=True))
         except MemoryError:
-            logger.warning("%d items are not scored: no memory to send them to the worker", len(units))
+            logger.warning("%s not scored: no memory for the batch of the worker", count_of(len(units), "item"))
             failure = Failure("overloaded", "the server has no memory for the batch of the item", retryable=True)
             outcomes, work = _failed(line, units, failure)
         except Exception as error:  # the other batches must not stop
-            logger.exception("%d items are not scored", len(units))
+            logger.exception("%s not scored", count_of(len(units), "item"))
             failure = Failure("scorer_error", f"the batch raised {type(error).__name__}: {error}")
             outcomes, work = _failed(line, units, failure)
         else:
