@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,28 @@ def test_images_that_other_settings_would_sample_are_not_kept(
     earlier = {name: value for name, value in about({}, {}).items() if name != "read"}
     claim(tmp_path / "earlier", earlier)
     claim(tmp_path / "earlier", about({}, {}))
+
+
+def test_another_base_under_the_same_path_takes_no_images_over(tmp_path: Path) -> None:
+    """Where its files are here, then and now; earlier versions did not record them."""
+
+    def about(base: bytes | None) -> dict[str, Any]:
+        shutil.rmtree(tmp_path / "base", ignore_errors=True)
+        if base is not None:
+            (tmp_path / "base/transformer").mkdir(parents=True)
+            (tmp_path / "base/model_index.json").write_text("{}")
+            (tmp_path / "base/transformer/model.safetensors").write_bytes(base)
+        given = benchmark("calligrapher_self", resolution=[32, 64])
+        run = small_run(Path("s"), Path("r"), model__train=LORA, model__path=str(tmp_path / "base"))
+        config = with_settings(RunConfig.model_validate(run), given)
+        return about_weights(config, None, given, as_trained(given.data(), given, config))
+
+    first, unknown = about(b"first"), about(None)
+    claim(tmp_path / "images", first)
+    for same in (unknown, {**first, "folder": "moved"}):
+        claim(tmp_path / "images", same)
+    with pytest.raises(ConfigError, match=r"holds images of another files\.network_files"):
+        claim(tmp_path / "images", about(b"other"))
+    earlier = {name: value for name, value in first.items() if name != "files"}
+    claim(tmp_path / "earlier", earlier)
+    claim(tmp_path / "earlier", about(b"other"))

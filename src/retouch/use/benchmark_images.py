@@ -21,6 +21,7 @@ from retouch.data.buckets import Buckets
 from retouch.data.dataset import Dataset, Reading, all_embedded, read_item, shapes_of
 from retouch.data.identity import digest
 from retouch.data.sampler import derive_seed
+from retouch.errors import ModelFilesError
 from retouch.files import plain_json
 from retouch.files.disk import expanded, read_bounded, write_first
 from retouch.imaging.file_image import FileImage
@@ -28,6 +29,7 @@ from retouch.imaging.png import png_text, write_png
 from retouch.imaging.reading import open_image, to_rgb
 
 if TYPE_CHECKING:
+    from retouch.families.base import Model
     from retouch.types import Condition, Example
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ def about_weights(config: RunConfig, folder: Path | None, benchmark: Benchmark, 
     shapes = section.resolution
     return {
         "model": config.model.model_dump(mode="json", exclude={"train"}),
+        "files": _files_of(config.model),
         "folder": None if folder is None else str(folder),
         "sha256": {} if folder is None else _hashes(folder),
         "read": _read_of(config, section),
@@ -85,6 +88,16 @@ def about_weights(config: RunConfig, folder: Path | None, benchmark: Benchmark, 
             "mixed_precision": config.training.mixed_precision,
         },
     }
+
+
+def _files_of(model: Model) -> dict[str, str | None]:
+    """The base by the content of its files: another one may take its path. None of those that are not here."""
+    from retouch.families.embeddings import base_files
+
+    try:
+        return base_files(model)
+    except ModelFilesError:  # it went away, which sampling reports
+        return {}
 
 
 def _read_of(config: RunConfig, section: DataSection) -> dict[str, Any]:
@@ -137,8 +150,12 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
             before = None
         if not isinstance(before, dict):
             raise ConfigError(f"--out: {record} is not the record of the images in {folder}; delete both")
-        later = {name: told.get(name) for name in ("benchmark", "read")}  # which earlier versions did not record
+        # what earlier versions did not record
+        later = {name: told.get(name) for name in ("benchmark", "read", "files")}
         known = {**later, **cast("dict[str, Any]", before)}
+        if isinstance(then := known.get("files"), dict) and isinstance(now := told.get("files"), dict):
+            both = [name for name, value in now.items() if value and then.get(name)]  # the others were not here
+            known["files"], told["files"] = ({name: files[name] for name in both} for files in (then, now))
         if (difference := _difference({name: known.get(name) for name in told}, told)) is not None:
             raise ConfigError(
                 f"--out: {folder} holds images of another {difference}; give another --out, or delete that folder and "
