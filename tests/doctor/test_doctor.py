@@ -27,17 +27,19 @@ from retouch.doctor.machine import Gpu, Gpus, extra_lines, find_gpus
 from retouch.doctor.memory import count_weights
 from retouch.doctor.model import find_model
 from retouch.doctor.networks import build_networks
-from retouch.doctor.rewards import _remedy, needed_extras
+from retouch.doctor.rewards import _problem, _remedy, needed_extras
 from retouch.families.base import DistillationLora
 from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.families.image_encoder import TINY
 from retouch.families.loading import load_model, tiny_path
 from retouch.families.qwen_image.spec import QwenImageModel
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.golden import golden_items
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.knowledge_graph import read_graph
 from retouch.rewards.scorers.pairwise import PairwiseReward
+from retouch.rewards.scorers.seam import SeamReward
 from retouch.tiny.edits import write_edits
 from retouch.types import Failure, Outcome, Score
 from tests.command_line import retouch
@@ -581,6 +583,27 @@ def test_a_directory_that_holds_a_run(run_yaml: Callable[..., Path], tmp_path: P
 class Failing(Brightness):
     def one(self, item: RewardItem) -> Outcome:
         return Failure("bad_item", "no")
+
+
+def test_a_judge_may_take_the_time_of_its_first_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which was longer than doctor waited; a server reports at once."""
+    waited: list[float] = []
+
+    class Table:
+        def __init__(self, *_: Any) -> None: ...
+
+        def start(self) -> None: ...
+
+        def close(self) -> None: ...
+
+        def wait_ready(self, timeout_s: float) -> list[str]:
+            waited.append(timeout_s)
+            return ["still loading"]
+
+    monkeypatch.setattr("retouch.doctor.rewards.RewardTable", Table)
+    for entry in (PairwiseReward(model="m", timeout_s=1800.0), SeamReward(), SeamReward(url="http://127.0.0.1:1")):
+        assert "still loading" in str(_problem("r", entry, RewardClientConfig(), []))
+    assert waited[0] > 1800 and waited[1:] == [120.0, 5.0]
 
 
 def test_reward_servers(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

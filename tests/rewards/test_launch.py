@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -34,8 +35,10 @@ from retouch.rewards.client.endpoints import (
 )
 from retouch.rewards.client.servers import ServerStatus, readiness
 from retouch.rewards.devices import gpu_count
+from retouch.rewards.server.front import FINISH_S
 from retouch.rewards.server.launch import LocalServer, ServeOptions, requested, serve
-from retouch.rewards.server.supervisor import Instance, Supervisor
+from retouch.rewards.server.supervisor import DRAIN_S, Instance, Supervisor
+from retouch.rewards.server.worker import _END_S
 from retouch.tiny.signs import draw_sign
 from tests.command_line import retouch
 from tests.rewards.fakes import HANG_S, Brightness, closed_port, free_port, get, item, serving, unhurried, until
@@ -468,6 +471,23 @@ def test_a_server_of_a_run_is_closed_with_it(tmp_path: Path) -> None:
     one.close()
     assert not any(alive(pid) for pid in (one.pid, info["pid"], info["worker_pid"])) and not answers(url)
     assert "kept_too loaded on cpu" in log.read_text() and not list(tmp_path.rglob("port-*.log"))
+
+
+def test_each_part_of_a_server_may_end_within_the_time_of_the_one_that_ends_it() -> None:
+    """A run ended its server after 35 s, which gave its fronts 40, and those their requests 30 and their worker 10."""
+    waited: list[float] = []
+    server = LocalServer.__new__(LocalServer)
+    parts: Any = {
+        "_closing": threading.Event(),
+        "_watch": SimpleNamespace(join=lambda: None),
+        "_listeners": [],
+        "_process": SimpleNamespace(terminate=lambda: None, wait=lambda timeout: waited.append(timeout)),
+        "_folder": SimpleNamespace(cleanup=lambda: None),
+    }
+    vars(server).update(parts)
+    server.close()
+    (of_run,) = waited
+    assert of_run > DRAIN_S > FINISH_S + 2 * _END_S
 
 
 def test_a_server_of_a_run_that_is_killed_is_started_again_on_its_port(tmp_path: Path) -> None:

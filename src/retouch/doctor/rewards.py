@@ -76,7 +76,8 @@ def _problem(name: str, entry: RewardEntry, client: RewardClientConfig, items: S
             return str(error)
         try:
             table.start()
-            problems = table.wait_ready(_LOADING_S if entry.is_made_here else _SERVER_S)
+            asks_s = getattr(entry, "timeout_s", 0.0)  # a judge is loaded once it has answered a first question
+            problems = table.wait_ready(_LOADING_S + asks_s if entry.is_made_here else _SERVER_S)
             if problems:
                 return f"{'; '.join(problems)}; {_remedy(name, entry)}"
             outcomes = table.submit(items).result().outcomes[name]

@@ -23,6 +23,9 @@ from retouch.rewards.server.worker import ProcessWorker
 
 logger = logging.getLogger(__name__)
 
+FINISH_S = 30
+"""Seconds for open requests once the server is to end."""
+
 
 def run_app(app: FastAPI, listener: socket.socket, limits: Limits, token: str | None) -> None:
     """Serve on a bound socket until SIGTERM or SIGINT; open requests are finished first."""
@@ -35,7 +38,7 @@ def run_app(app: FastAPI, listener: socket.socket, limits: Limits, token: str | 
         log_config=None,  # its lines go the way of all others, which bounds them
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=30,
+        timeout_graceful_shutdown=FINISH_S,
         backlog=min(2048, handles // 4),  # connections that may be accepted in one turn of the loop
     )
     uvicorn.Server(config).run(sockets=[listener])

@@ -29,7 +29,7 @@ from retouch.rewards.client.endpoints import read_endpoints, write_endpoints
 from retouch.rewards.devices import CPU, require, serve_argument
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.judge_budget import SPENDING_VARIABLE, sharing_among_workers
-from retouch.rewards.server.supervisor import WATCH_S, Instance, Supervisor, backoff_s
+from retouch.rewards.server.supervisor import DRAIN_S, WATCH_S, Instance, Supervisor, backoff_s
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +314,7 @@ class LocalServer:
         self._refuse()
         self._process.terminate()
         try:
-            self._process.wait(timeout=35)
+            self._process.wait(timeout=DRAIN_S + 5.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 WATCH_S = 0.1
 _EARLY_S = 5.0  # a front that ends sooner than this after its start may never become ready
 _EARLY_DEATHS = 5
-_DRAIN_S = 40.0
+DRAIN_S = 45.0
+"""Seconds for a front to end: 30 for its open requests, and 10 for its worker."""
+
 _STATUS_S = 1.0
 _ASK_S = 0.5
 _BACKOFF_S = 0.2
@@ -232,7 +234,7 @@ class Supervisor:
             one.listener.close()  # clients now get "connection refused"
             if one.process:
                 one.process.terminate()
-        deadline = time.monotonic() + _DRAIN_S
+        deadline = time.monotonic() + DRAIN_S
         for one in self.instances:
             if one.process:
                 try:
