@@ -15,9 +15,7 @@ import pytest
 from retouch.config import ConfigError
 from retouch.process import machine
 from retouch.process.machine import Machine, this_machine
-from retouch.rewards import (
-    table as compose,
-)
+from retouch.rewards import sharing
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.devices import CPU
 from retouch.rewards.scorers.preservation import PreservationReward
@@ -75,7 +73,7 @@ def test_the_processes_of_a_machine_share_one_server(tmp_path: Path, monkeypatch
             super().__init__(scorers, log, devices)
             made.append(self)
 
-    monkeypatch.setattr(compose, "LocalServer", Counted)
+    monkeypatch.setattr(sharing, "LocalServer", Counted)
 
     def ready(table: RewardTable) -> Any:
         return table.wait_ready(START_S), score(table)
@@ -93,7 +91,7 @@ def test_a_server_that_does_not_start_stops_every_process(tmp_path: Path, monkey
         def __init__(self, scorers: Any, log: Path, devices: Any, spending: Any) -> None:
             raise ConfigError("the reward server did not start")
 
-    monkeypatch.setattr(compose, "LocalServer", Broken)
+    monkeypatch.setattr(sharing, "LocalServer", Broken)
     errors = in_processes(["here"] * 3, lambda table: "started", tmp_path)
     assert [str(error) for error in errors] == ["the reward server did not start"] * 3
 
@@ -107,7 +105,7 @@ MACHINES = {
 
 def test_each_machine_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loopback does not reach another, nor does the write-ahead log of a cache whose folder both see."""
-    monkeypatch.setattr(compose, "this_machine", lambda: Machine(*MACHINES[threading.current_thread().name]))
+    monkeypatch.setattr(sharing, "this_machine", lambda: Machine(*MACHINES[threading.current_thread().name]))
     with ExitStack() as stack:
         urls = {name: stack.enter_context(serving({"r": Brightness()})) for name in MACHINES}
         logs: list[str] = []
@@ -122,9 +120,9 @@ def test_each_machine_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
             def close(self) -> None: ...
 
-        monkeypatch.setattr(compose, "LocalServer", Placed)
+        monkeypatch.setattr(sharing, "LocalServer", Placed)
         places = [name for name in MACHINES for _ in range(2)]
-        used = in_processes(places, lambda table: (score(table), table._auto_urls[CPU])[1], tmp_path, cache=True)  # pyright: ignore[reportPrivateUsage]
+        used = in_processes(places, lambda table: (score(table), table._shared.urls[CPU])[1], tmp_path, cache=True)  # pyright: ignore[reportPrivateUsage]
     assert used == [[urls[name]] for name in places]
     assert sorted(logs) == [f"reward-server-{name}.log" for name in ("a", "b-11111111", "b-22222222")]
     assert sorted(path.name for path in tmp_path.glob("*.sqlite")) == [

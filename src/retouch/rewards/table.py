@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.errors import ConfigError, InputError, RewardOutage, shown
-from retouch.process.machine import this_machine
 from retouch.process.process_wide import loading
 from retouch.rewards.addresses import reward_token
 from retouch.rewards.base import RewardEntry, problem_of
-from retouch.rewards.client.cache import ScoreCache
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.client.endpoints import resolve_urls
-from retouch.rewards.devices import CPU, Devices, devices_of, instances, serve_argument
+from retouch.rewards.devices import Devices, devices_of
 from retouch.rewards.golden import disagreements, golden_items
 from retouch.rewards.protocol import CheckedScorer, RewardBackend, RewardItem, Scorer, ScorerSpec
 from retouch.rewards.scorers.judge_budget import Budget, share_budgets, spending_of
-from retouch.rewards.server.launch import LocalServer
+from retouch.rewards.sharing import Gather, MachineShare
 from retouch.rewards.views import View, viewed
 from retouch.types import Failure, Gate, Outcome, Score
 
@@ -45,9 +42,6 @@ _ASK_S = 1.0
 
 _PATIENCE_S = 60.0
 """Seconds between two lines of the log about scorers that are still loading."""
-
-Gather = Callable[[Sequence[Any]], list[Any]]
-"""Gathers the objects of every process into one list; every process must call it."""
 
 NOT_FINITE = Failure("bad_item", "the sample contains NaN or Inf")
 
@@ -199,9 +193,12 @@ class RewardTable:
         opening = {gate.reward for name, gate in self.gates.items() if self.weights[name]}
         self._counts = {n for n, e in entries.items() if self.weights[n] or e.gradient_weight or n in opening}
         self._places = {name: self._place(name, entry) for name, entry in entries.items()}
-        self._servers: list[LocalServer] = []
-        self._auto_urls: dict[Devices, list[str]] = {}
-        self._cache: ScoreCache | None = None
+        served: dict[Devices, dict[str, Mapping[str, Any]]] = {}
+        for name, place in self._places.items():
+            if place.where == AUTO_SERVER:
+                options = {"scorer": entries[name].scorer, **entries[name].scorer_options()}
+                served.setdefault(place.devices, {})[name] = options
+        self._shared = MachineShare(served, device, self.log_dir, client.cache, self._spending)
         self.asked = self.failed = 0
         self.golden: dict[str, list[float]] = {}
         self._backends: dict[Place, RewardBackend] = {}
@@ -217,7 +214,7 @@ class RewardTable:
         Raises:
             ConfigError: a requirement of a scorer or a server is missing; for `url: auto`, on all processes.
         """
-        self._share(gather)
+        self._shared.start(gather)
         for place in dict.fromkeys(self._places.values()):
             members = [name for name, p in self._places.items() if p == place]
             self._backends[place] = self._connect(place, members)
@@ -368,11 +365,7 @@ class RewardTable:
         for backend in self._backends.values():
             backend.close()
         self._backends.clear()
-        for server in self._servers:
-            server.close()
-        self._servers.clear()
-        if self._cache:
-            self._cache.close()
+        self._shared.close()
 
     def compare_servers(self) -> None:
         """Warn about ready servers that score the golden images differently: they hold different models."""
@@ -397,48 +390,8 @@ class RewardTable:
             scorers = {name: self.entries[name].make() for name in members}
             self._judge_budget = share_budgets(scorers, self._spending, self._judge_budget)
             return LocalRewards(scorers, *place.devices)
-        urls = self._auto_urls[place.devices] if place.where == AUTO_SERVER else list(place.where)
-        return RewardClient(urls, members, token=reward_token(), options=self.client, cache=self._cache)
-
-    def _share(self, gather: Gather) -> None:
-        """Set up what the processes of a machine share: the first of them starts the servers, one per set of devices,
-        which end when it does; the others receive their addresses, or the problem."""
-        auto = dict.fromkeys(place.devices for place in self._places.values() if place.where == AUTO_SERVER)
-        if not auto and not self.client.cache:
-            return
-        machine, me = this_machine(), uuid.uuid4().hex
-        processes = gather([(machine, me, self.device)])
-        apart = machine.among({one for one, _, _ in processes})  # several machines may share the run directory
-        if self.client.cache:
-            self._cache = ScoreCache(self.log_dir / f"rewards{apart}.sqlite")
-        if not auto:
-            return
-        urls: dict[Devices, list[str]] = {}
-        problem = None
-        if next(process for one, process, _ in processes if one == machine) == me:
-            trained_on = [device for one, _, device in processes if one == machine]
-            try:
-                for devices in auto:
-                    self._servers.append(self._serve(devices, instances(devices, trained_on), apart))
-                urls = {devices: server.urls() for devices, server in zip(auto, self._servers, strict=True)}
-            except (ConfigError, OSError) as error:  # reported below: the other processes wait in gather
-                problem = error
-        everywhere = gather([(machine, urls, problem and str(problem))])
-        if problem is not None:
-            raise problem
-        if elsewhere := [message for _, _, message in everywhere if message is not None]:
-            raise ConfigError(elsewhere[0])
-        self._auto_urls = next(urls for one, urls, _ in everywhere if one == machine and urls)
-
-    def _serve(self, devices: Devices, one_each: Devices, apart: str) -> LocalServer:
-        """Start the server of the entries with `url: auto` and these devices."""
-        options = {
-            name: {"scorer": self.entries[name].scorer, **self.entries[name].scorer_options()}
-            for name, place in self._places.items()
-            if (place.where, place.devices) == (AUTO_SERVER, devices)
-        }
-        apart = apart if devices == CPU else f"-gpu-{serve_argument(one_each).replace(',', '-')}{apart}"
-        return LocalServer(options, self.log_dir / f"reward-server{apart}.log", one_each, self._spending)
+        urls = self._shared.urls[place.devices] if place.where == AUTO_SERVER else list(place.where)
+        return RewardClient(urls, members, token=reward_token(), options=self.client, cache=self._shared.cache)
 
 
 class LocalRewards:

@@ -45,7 +45,8 @@ from retouch.engine import Engine
 from retouch.errors import ConfigError, code_place
 from retouch.observe.grids import grid
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.table import Gather, RewardTable, Scores
+from retouch.rewards.sharing import Gather
+from retouch.rewards.table import RewardTable, Scores
 from retouch.rollout.sampler import broken_rows, objective_region, sample, to_uint8
 from retouch.training.build import Run
 from retouch.training.dealing import evenly_dealt
