@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,10 @@ import pytest
 from pydantic import ValidationError
 
 from retouch.config import ConfigError
-from retouch.rewards import (
-    devices,
-)
-from retouch.rewards import (
-    table as compose,
-)
+from retouch.rewards import devices, sharing
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
-from retouch.rewards.devices import devices_of, instances, own_device, serve_argument
+from retouch.rewards.devices import CPU, TRAINED_ON, devices_of, instances, own_device, serve_argument
 from retouch.rewards.scorers.clip import ClipReward
 from retouch.rewards.scorers.complex_edit import ComplexEditReward
 from retouch.rewards.scorers.ocr import OcrReward
@@ -168,7 +165,8 @@ def test_a_server_for_each_set_of_devices(monkeypatch: pytest.MonkeyPatch, tmp_p
 
             def close(self) -> None: ...
 
-        monkeypatch.setattr(compose, "LocalServer", Server)
+        monkeypatch.setattr(sharing, "LocalServer", Server)
+        monkeypatch.setattr(sharing, "visible_gpus", lambda: ("a", "b"))
         entries = {
             "read": OcrReward(url="auto"),
             "like": StyleReward(url="auto", device="auto"),
@@ -178,7 +176,7 @@ def test_a_server_for_each_set_of_devices(monkeypatch: pytest.MonkeyPatch, tmp_p
         table.start(
             lambda told: [
                 *told,
-                *([(told[0][0], "other", "cuda:0")] if len(told[0]) == 3 and told[0][2] == "cuda:1" else []),
+                *([(told[0][0], "other", "cuda:0", told[0][3])] if len(told[0]) == 4 else []),
             ]
         )
         assert [table.submit(items(1)).result().values(name) for name in entries] == [[brightness(items(1)[0])]] * 3
@@ -188,6 +186,81 @@ def test_a_server_for_each_set_of_devices(monkeypatch: pytest.MonkeyPatch, tmp_p
         "reward-server-gpu-0-1.log": (["like"], ("cuda:0", "cuda:1")),
         "reward-server-gpu-2-3.log": (["fit"], ("cuda:2", "cuda:3")),
     }
+
+
+def test_processes_that_see_a_gpu_each_have_an_instance_on_each(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As SLURM and some launchers show them: each GPU is cuda:0 for its process, and none sees another's. Only the
+    first had an instance, which all of them waited for."""
+    started: list[tuple[str, str, tuple[str, ...]]] = []
+
+    class Server:
+        def __init__(self, scorers: Mapping[str, Any], log: Path, one_each: Sequence[str], spending: Path) -> None:
+            started.append((threading.current_thread().name, log.name, tuple(one_each)))
+            self._url = f"http://{threading.current_thread().name}/{one_each[0]}"
+
+        def urls(self) -> list[str]:
+            return [self._url]
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(sharing, "LocalServer", Server)
+    gpus = {"a": ("GPU-1",), "b": ("GPU-2",), "c": ("GPU-2",)}
+    monkeypatch.setattr(sharing, "visible_gpus", lambda: gpus[threading.current_thread().name])
+    together, said = threading.Barrier(len(gpus)), dict[str, list[Any]]()
+
+    def process(name: str) -> Mapping[Any, list[str]]:
+        threading.current_thread().name = name
+
+        def gather(values: Sequence[Any]) -> list[Any]:
+            said[name] = list(values)
+            together.wait(60)
+            everyone = [one for other in gpus for one in said[other]]
+            together.wait(60)
+            return everyone
+
+        share = sharing.MachineShare({CPU: {"ocr": {}}, TRAINED_ON: {"clip": {}}}, "cuda:0", tmp_path, False, None)
+        share.start(gather)
+        share.close()
+        return share.urls
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        urls = list(pool.map(process, gpus))
+    assert urls == [{CPU: ["http://a/cpu"], TRAINED_ON: ["http://a/cuda:0", "http://b/cuda:0"]}] * 3
+    assert sorted(started) == [
+        ("a", "reward-server-gpu-0.log", ("cuda:0",)),
+        ("a", "reward-server.log", ("cpu",)),
+        ("b", "reward-server-gpu-0-part-2.log", ("cuda:0",)),
+    ]
+
+
+def test_without_a_folder_nothing_is_left_in_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Scores of an evaluation, or of a program's own table, were kept in a database there, and logs of servers."""
+    monkeypatch.chdir(tmp_path)
+    logs: list[Path] = []
+
+    class Server:
+        def __init__(self, scorers: Mapping[str, Any], log: Path, one_each: Sequence[str], spending: Any) -> None:
+            assert log.parent.is_dir()
+            logs.append(log)
+
+        def urls(self) -> list[str]:
+            return [url]
+
+        def close(self) -> None: ...
+
+    with serving({"r": Brightness()}) as url:
+        monkeypatch.setattr(sharing, "LocalServer", Server)
+        for place in ("auto", url):
+            client = RewardClientConfig(timeout_s=60.0, cache=True)
+            table = RewardTable({"r": SeamReward(url=place)}, client)
+            table.start()
+            assert table.submit(items(1)).result().values("r") == [brightness(items(1)[0])]
+            table.close()
+    assert not list(tmp_path.iterdir()) and not logs[0].parent.exists()
 
 
 @pytest.mark.full

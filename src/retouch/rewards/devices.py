@@ -19,6 +19,7 @@ Devices = tuple[str, ...]
 """One device per instance: "cpu", "cuda:N", or ("cuda",) for the GPUs that the run trains on."""
 
 CPU: Devices = ("cpu",)
+TRAINED_ON: Devices = ("cuda",)
 
 
 def own_device() -> str:
@@ -34,6 +35,16 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """What identifies the GPUs that this process sees, in its order: a launcher, or the control group of a job, may
+    show each process others under the same number."""
+    if not (count := gpu_count()):
+        return ()
+    import torch
+
+    return tuple(str(torch.cuda.get_device_properties(number).uuid) for number in range(count))
 
 
 def devices_of(name: str, entry: RewardEntry, own: str) -> Devices:
@@ -52,7 +63,7 @@ def devices_of(name: str, entry: RewardEntry, own: str) -> Devices:
     if given == ["cuda"]:
         if not own.startswith("cuda"):
             raise ConfigError(f"{where}, but the run trains on {own}; set rewards.{name}.device=cpu, or auto")
-        return ("cuda",) if entry.url == "auto" else (numbered(own),)
+        return TRAINED_ON if entry.url == "auto" else (numbered(own),)
     require(given, where)
     return tuple(given)
 
@@ -73,7 +84,7 @@ def numbered(device: str) -> str:
 
 def instances(devices: Devices, trained_on: Iterable[str]) -> Devices:
     """One device per instance of a server; `trained_on` are the devices of the training processes of its machine."""
-    return tuple(sorted({numbered(device) for device in trained_on})) if devices == ("cuda",) else devices
+    return tuple(sorted({numbered(device) for device in trained_on})) if devices == TRAINED_ON else devices
 
 
 def serve_argument(devices: Sequence[str]) -> str:

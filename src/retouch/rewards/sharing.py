@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 from retouch.errors import ConfigError
 from retouch.process.machine import this_machine
 from retouch.rewards.client.cache import ScoreCache
-from retouch.rewards.devices import CPU, Devices, instances, serve_argument
+from retouch.rewards.devices import CPU, TRAINED_ON, Devices, instances, serve_argument, visible_gpus
 from retouch.rewards.server.launch import LocalServer
 
 Gather = Callable[[Sequence[Any]], list[Any]]
@@ -21,12 +24,13 @@ Gather = Callable[[Sequence[Any]], list[Any]]
 @dataclass
 class MachineShare:
     """The first process of each machine starts the servers, one per set of devices, which end when it does; the others
-    receive their addresses.
+    receive their addresses. Where processes see different GPUs, as with one visible to each, the server of the GPUs
+    that the run trains on has a part for each set of them, which the first process that sees it starts.
 
     Attributes:
         wanted: devices -> name -> options of the scorers that a server of the run computes there.
         device: the device that this process trains on.
-        log_dir: folder of the cache and of the logs of the servers.
+        log_dir: folder of the cache and of the logs of the servers; None: no cache, and logs in a temporary folder.
         cached: whether scores are kept in a cache.
         spending: folder in which judges share what they spend.
         cache: the cache, once started.
@@ -35,12 +39,13 @@ class MachineShare:
 
     wanted: Mapping[Devices, Mapping[str, Mapping[str, Any]]]
     device: str
-    log_dir: Path
+    log_dir: Path | None
     cached: bool
     spending: Path | None
     cache: ScoreCache | None = None
     urls: Mapping[Devices, list[str]] = field(default_factory=dict[Devices, Any])
     _servers: list[LocalServer] = field(default_factory=list[LocalServer])
+    _temporary: ExitStack = field(default_factory=ExitStack)
 
     def start(self, gather: Gather) -> None:
         """Start or find what is shared.
@@ -51,31 +56,46 @@ class MachineShare:
         if not self.wanted and not self.cached:
             return
         machine, me = this_machine(), uuid.uuid4().hex
-        processes = gather([(machine, me, self.device)])
-        apart = machine.among({one for one, _, _ in processes})  # several machines may share the run directory
-        if self.cached:
+        gpus = visible_gpus() if self.device.startswith("cuda") else ()
+        processes = gather([(machine, me, self.device, gpus)])
+        apart = machine.among({one for one, *_ in processes})  # several machines may share the run directory
+        if self.cached and self.log_dir is not None:
             self.cache = ScoreCache(self.log_dir / f"rewards{apart}.sqlite")
         if not self.wanted:
             return
+        seeing = defaultdict[Sequence[str], list[tuple[str, str]]](list)  # GPUs -> processes here, and their devices
+        for one, process, device, seen in processes:
+            if one == machine:
+                seeing[seen].append((process, device))
+        firsts = [together[0][0] for together in seeing.values()]
         urls: dict[Devices, list[str]] = {}
         problem = None
-        if next(process for one, process, _ in processes if one == machine) == me:
-            trained_on = [device for one, _, device in processes if one == machine]
-            try:
-                for devices, scorers in self.wanted.items():
+        try:
+            if me in firsts:
+                part = firsts.index(me)
+                mine = {d: scorers for d, scorers in self.wanted.items() if d == TRAINED_ON or not part}
+                trained_on = [device for _, device in [*seeing.values()][part]]
+                for devices, scorers in mine.items():
                     one_each = instances(devices, trained_on)
-                    gpus = "" if devices == CPU else f"-gpu-{serve_argument(one_each).replace(',', '-')}"
-                    log = self.log_dir / f"reward-server{gpus}{apart}.log"
+                    place = "" if devices == CPU else f"-gpu-{serve_argument(one_each).replace(',', '-')}"
+                    place += f"-part-{part + 1}{apart}" if part else apart
+                    log = self._log_dir() / f"reward-server{place}.log"
                     self._servers.append(LocalServer(scorers, log, one_each, self.spending))
-                urls = {devices: server.urls() for devices, server in zip(self.wanted, self._servers, strict=True)}
-            except (ConfigError, OSError) as error:  # reported below: the other processes wait in gather
-                problem = error
+                urls = {devices: server.urls() for devices, server in zip(mine, self._servers, strict=True)}
+        except (ConfigError, OSError) as error:  # reported below: the other processes wait in gather
+            problem = error
         everywhere = gather([(machine, urls, problem and str(problem))])
         if problem is not None:
             raise problem
         if elsewhere := [message for _, _, message in everywhere if message is not None]:
             raise ConfigError(elsewhere[0])
-        self.urls = next(urls for one, urls, _ in everywhere if one == machine and urls)
+        here = [urls for one, urls, _ in everywhere if one == machine]
+        self.urls = {devices: [url for urls in here for url in urls.get(devices, [])] for devices in self.wanted}
+
+    def _log_dir(self) -> Path:
+        if self.log_dir is not None:
+            return self.log_dir
+        return Path(self._temporary.enter_context(tempfile.TemporaryDirectory(prefix="retouch-rewards-")))
 
     def close(self) -> None:
         for server in self._servers:
@@ -83,3 +103,4 @@ class MachineShare:
         self._servers.clear()
         if self.cache:
             self.cache.close()
+        self._temporary.close()

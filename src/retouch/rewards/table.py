@@ -169,6 +169,8 @@ class RewardTable:
         spending: Path | None = None,
     ) -> None:
         """Args:
+            log_dir: folder of the cache of scores and of the logs of servers; None: no cache, whatever `client` has,
+                and logs in a temporary folder.
             device: the device that this process trains on, as torch names it.
             spending: folder of what judges spend; None: that of `log_dir`.
 
@@ -178,7 +180,6 @@ class RewardTable:
         self.entries = dict(entries)
         self.device = device
         self.client = client
-        self.log_dir = log_dir or Path()
         self._spending = spending or spending_of(log_dir)
         self._judge_budget: Budget | None = None
         self.weights = {n: 0.0 if entry.role == "gold" else entry.weight for n, entry in entries.items()}
@@ -198,7 +199,7 @@ class RewardTable:
             if place.where == AUTO_SERVER:
                 options = {"scorer": entries[name].scorer, **entries[name].scorer_options()}
                 served.setdefault(place.devices, {})[name] = options
-        self._shared = MachineShare(served, device, self.log_dir, client.cache, self._spending)
+        self._shared = MachineShare(served, device, log_dir, client.cache, self._spending)
         self.asked = self.failed = 0
         self.golden: dict[str, list[float]] = {}
         self._backends: dict[Place, RewardBackend] = {}
