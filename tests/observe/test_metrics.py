@@ -69,6 +69,20 @@ def test_all_metrics_are_exchanged_at_once() -> None:
     assert engine.exchanges == 2  # a sum and the maxima
 
 
+def test_ranks_may_add_in_another_order() -> None:
+    sent: list[list[float]] = []
+
+    class Kept(OneRank):
+        def sum(self, value: Tensor) -> Tensor:
+            sent.append(value.tolist())
+            return value
+
+    values = {"kl": 0.25, "loss": 0.5, "error": 1.0}
+    one, other = (reduced(Kept(), ({name: values[name] for name in names}, 1)) for names in (values, reversed(values)))
+    assert one == other == values
+    assert sent[0] == sent[1]
+
+
 def test_rows_without_weight_do_not_count() -> None:
     assert reduced(OneRank(), ({"ratio": 1.0}, 2), ({"ratio": 99.0}, 0)) == {"ratio": 1.0}
     assert reduced(OneRank(), ({"ratio": 99.0}, 0)) == {"ratio": 0.0}  # never NaN

@@ -66,7 +66,7 @@ class Metrics:
 
         sums: dict[str, list[Tensor]] = {}
         largest: dict[str, Tensor] = {}
-        for name, pairs in self._values.items():
+        for name, pairs in sorted(self._values.items()):  # ranks may have added them in another order
             values = torch.stack([value for value, _ in pairs]).to(engine.device)
             if REDUCTIONS[name] == "max":
                 largest[name] = values.max()
