@@ -20,7 +20,7 @@ from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.devices import CPU
 from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.server.launch import LocalServer
-from retouch.rewards.table import RewardTable
+from retouch.rewards.table import RewardTable, statistics_of_all
 from tests.rewards.fakes import Brightness, item, serving
 
 WAIT_S = 30.0
@@ -140,3 +140,13 @@ def test_a_machine_is_known_by_its_name_and_the_start_of_its_kernel(
     (tmp_path / "boot_id").write_text("11111111-0\n", encoding="ascii")
     assert this_machine() == Machine("a", "11111111-0")
     assert pickle.loads(pickle.dumps(this_machine())) == this_machine()  # processes tell each other
+
+
+def test_counts_of_clients_are_those_of_all_processes() -> None:
+    one = {"reward_client/ocr/retries": 2.0, "reward_client/ocr/latency_p95": 0.5}
+    other = {"reward_client/ocr/retries": 1.0, "reward_client/ocr/latency_p95": 4.0, "reward_failures/ocr/timeout": 3.0}
+    changes = {"reward_client/ocr/revision_changes": 1.0}  # of one server, which both see
+    assert statistics_of_all([one | changes, other | changes]) == {
+        "reward_client/ocr/retries": 3.0, "reward_client/ocr/latency_p95": 4.0, "reward_failures/ocr/timeout": 3.0,
+        "reward_client/ocr/revision_changes": 1.0,
+    }  # fmt: skip

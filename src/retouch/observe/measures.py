@@ -92,7 +92,7 @@ _KNOWN: dict[str, dict[str, Meaning]] = {
         "entropy": Meaning("Entropy of the completions: 0 means that they are all the same.", least=0.01),
     },
     "gradient": {
-        "grad_norm": Meaning("Norm of the gradient before it is clipped.", log=True),
+        "grad_norm": Meaning("Norm of the gradient of all trained weights before it is clipped.", log=True),
         "gradient_rms": Meaning("Root mean square of the reward's gradient by pixels.", log=True),
     },
     "rest": {
@@ -103,7 +103,8 @@ _KNOWN: dict[str, dict[str, Meaning]] = {
         "positive_share": Meaning("Share of the rows with a positive weight.", least=0.02),
         "combined_std": Meaning("Standard deviation of the weighted sum within an epoch.", least=0.005),
         "zero_std_groups": Meaning(
-            "Share of the groups whose samples all have the same reward, which gives no direction.",
+            "Share of the groups with two rewards or more whose rewards are equal, or differ by at most `min_group_std`: "
+            "they give no direction.",
             "lower",
             least=0.02,
         ),

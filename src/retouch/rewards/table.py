@@ -449,6 +449,15 @@ class LocalRewards:
         return {name: checked.score(items) for name, checked in self._checked.items()}
 
 
+def statistics_of_all(statistics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Statistics of a run from those of its processes: sums of counts; the longest latencies, and the changes of a
+    revision, which all see, from the process with the most."""
+    names = dict.fromkeys(name for one in statistics for name in one)
+    found = {name: [one[name] for one in statistics if name in one] for name in names}
+    most = ("latency_p50", "latency_p95", "revision_changes")
+    return {name: max(values) if name.endswith(most) else sum(values) for name, values in found.items()}
+
+
 def of_all(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of a run from those of its processes, of which only the first probes."""
     counts = {name: sum(state[name] for state in states) for name in ("asked", "failed")}

@@ -40,7 +40,7 @@ from retouch.errors import ConfigError, code_place
 from retouch.observe.grids import grid
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.sharing import Gather
-from retouch.rewards.table import RewardTable, Scores
+from retouch.rewards.table import RewardTable, Scores, statistics_of_all
 from retouch.rollout.sampler import broken_rows, objective_region, sample, to_uint8
 from retouch.training.dealing import evenly_dealt
 from retouch.training.pixel_gradients import scaled_reward_gradients
@@ -422,7 +422,8 @@ def log_rollouts(
     judged = run.engine.sum(judge_details(rewards.names, scores)).cpu()
     statistics = rewards.statistics(algorithm.combine) | judge_statistics(rewards.names, judged)
     epoch, step = progress.epoch, progress.step + (progress.step_in_epoch == 0)
-    timings = run.rewards.statistics()  # differ from run to run
+    # differ from run to run
+    timings = statistics_of_all(run.engine.gather_list([run.rewards.statistics()]))
     run.dir.log("rollout", step, {"epoch": epoch, **statistics}, timings or None)
     every = run.config.logging.rollout_images_every
     if every and epoch % every == 0:
