@@ -81,7 +81,7 @@ def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "grou
         raise ValueError(f"baseline is {baseline!r}; it must be group or batch")
     if baseline == "batch":
         return valid.clone()
-    ids: Tensor = group_ids.unique(return_inverse=True)[1]  # pyright: ignore
+    ids = torch.as_tensor(group_ids.unique(return_inverse=True)[1])  # pyright: ignore
     count = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=torch.int64, device=ids.device)
     count = count.index_add_(0, ids, valid.long())
     return valid & (count[ids] >= 2)
@@ -130,7 +130,7 @@ def _checked(rewards: Tensor, group_ids: Tensor, valid: Tensor | None) -> tuple[
     ok = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
     if ok.shape != rewards.shape:
         raise ValueError(f"valid has shape {tuple(ok.shape)}; it must be [N] = [{rewards.shape[0]}]")
-    ids: Tensor = group_ids.unique(return_inverse=True)[1]  # pyright: ignore
+    ids = torch.as_tensor(group_ids.unique(return_inverse=True)[1])  # pyright: ignore
     return ids, ok, rewards.double()
 
 
@@ -240,8 +240,8 @@ class RewardRows:
         compared = comparable_rows(self.example_index, usable)
         if bool(compared.any()):  # a group of one image has no std
             flat = compared & self.zero_variance_rows(combine)
-            groups = [set(self.example_index[rows].tolist()) for rows in (flat, compared)]
-            found["zero_std_groups"] = len(groups[0]) / len(groups[1])
+            groups = [len(self.example_index[rows].unique()) for rows in (flat, compared)]  # pyright: ignore
+            found["zero_std_groups"] = groups[0] / groups[1]
         return found
 
     def _weighted(self, columns: Tensor) -> Tensor:
