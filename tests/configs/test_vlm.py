@@ -244,7 +244,7 @@ def test_one_step_of_a_released_run(
     [reward] = run.rewards
     [step] = [record for record in records if record["kind"] == "train"]
     assert step["grad_norm"] > 0 and math.isfinite(step["grad_norm"])
-    assert step["lr"] == 1e-5 and step[f"failed/{reward}"] == 0
+    assert step["lr"] == algorithm_of(path).trl["learning_rate"] and step[f"failed/{reward}"] == 0
     assert 0 < step[f"reward/{reward}"] < 1 and step["reward_std"] > 0
     evaluations = [record for record in records if record["kind"] == "eval"]
     assert [(e["moment"], e["examples"], e["images"]) for e in evaluations] == [

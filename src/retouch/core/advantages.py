@@ -81,7 +81,7 @@ def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "grou
         raise ValueError(f"baseline is {baseline!r}; it must be group or batch")
     if baseline == "batch":
         return valid.clone()
-    ids = group_ids.unique(return_inverse=True)[1]
+    ids = torch.as_tensor(group_ids.unique(return_inverse=True)[1])  # pyright: ignore
     count = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=torch.int64, device=ids.device)
     count = count.index_add_(0, ids, valid.long())
     return valid & (count[ids] >= 2)
@@ -130,7 +130,8 @@ def _checked(rewards: Tensor, group_ids: Tensor, valid: Tensor | None) -> tuple[
     ok = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
     if ok.shape != rewards.shape:
         raise ValueError(f"valid has shape {tuple(ok.shape)}; it must be [N] = [{rewards.shape[0]}]")
-    return group_ids.unique(return_inverse=True)[1], ok, rewards.double()
+    ids = torch.as_tensor(group_ids.unique(return_inverse=True)[1])  # pyright: ignore
+    return ids, ok, rewards.double()
 
 
 def _group_moments(r: Tensor, ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,8 +239,9 @@ class RewardRows:
         found["combined_std"] = float(combined.std(unbiased=False))
         compared = comparable_rows(self.example_index, usable)
         if bool(compared.any()):  # a group of one image has no std
-            flat = self.example_index[compared & self.zero_variance_rows(combine)].unique()
-            found["zero_std_groups"] = len(flat) / len(self.example_index[compared].unique())
+            flat = compared & self.zero_variance_rows(combine)
+            groups = [len(self.example_index[rows].unique()) for rows in (flat, compared)]  # pyright: ignore
+            found["zero_std_groups"] = groups[0] / groups[1]
         return found
 
     def _weighted(self, columns: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,7 +178,7 @@ def as_shown(image: Image.Image) -> Image.Image:
     if isinstance(key, tuple) and raw_mode(image) == "RGB;16B":  # Pillow keeps the high bytes alone of its values
         image.info["transparency"] = tuple(level >> 8 for level in key)
     call_pillow(image.load)
-    upright = call_pillow(ImageOps.exif_transpose, image)
+    upright = cast("Image.Image", call_pillow(ImageOps.exif_transpose, image))  # None for `in_place` alone
     if upright.mode.startswith("I"):  # 16 bits: Pillow's own conversion clips all but the darkest 255 levels to white
         levels = grey_words(image)
         grey = Image.fromarray((levels >> 8).astype(np.uint8), "L")

@@ -19,7 +19,7 @@ from retouch.files.complete import complete_checkpoints
 logger = logging.getLogger(__name__)
 
 Records = Sequence[Mapping[str, Any]]
-"""Of a metrics.jsonl."""
+"""Records of a metrics.jsonl."""
 
 OF_AN_ATTEMPT = ("images", "evaluations", "tensorboard", "wandb", "run_id", "metrics.jsonl")
 """Files that are moved to a folder of their own when a run starts again; the last one marks a directory as a run."""

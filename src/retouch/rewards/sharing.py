@@ -1,4 +1,4 @@
-"""What the processes of a run share on a machine: the servers of `url: auto`, and the cache of scores."""
+"""Resources that the processes of a run share on a machine: the servers of `url: auto`, and the cache of scores."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class PairwiseReward(PairEntry):
     scorer: Literal["pairwise"] = "pairwise"
     task: Task = "generate"
     """Task that made the images: "generate" a whole image, "edit" by an instruction, "fill" a region, "extend" beyond
-    the borders, "remove" an object, or "write" a text. The judge sees the source image, too, except of "generate"."""
+    the borders, "remove" an object, or "write" a text. For all but "generate" the judge receives the source image."""
     criterion: Criterion = "overall"
     """Criterion of the comparison; add one entry per criterion."""
     mode: Literal["logprobs", "text"] = "logprobs"
