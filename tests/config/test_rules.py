@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from retouch.config import RunConfig
+from retouch.config import ConfigError, RunConfig
+from retouch.config.check import require_trainable
 from retouch.data.formats.mmmg import DISCIPLINES, LEVELS
 
 Problems = Callable[..., list[str]]
@@ -420,6 +421,23 @@ def test_a_combination_that_cannot_work(overrides: tuple[str, ...], line: str, p
 )
 def test_its_neighbour_that_works(overrides: tuple[str, ...], run_with: RunWith) -> None:
     assert run_with(*overrides).name == "small"
+
+
+LOW = [("fp16", "no", "fp16"), ("fp16", "bf16", "bf16"), ("bf16", "fp16", "fp16")]
+"""`model.dtype`, `training.mixed_precision`, and the dtype to set."""
+
+
+@pytest.mark.parametrize(("dtype", "precision", "remedy"), LOW)
+def test_frozen_weights_in_another_low_precision_than_autocast(
+    dtype: str, precision: str, remedy: str, run_with: RunWith
+) -> None:
+    """An fp16 network without a loss scaler has gradients of 0; torch's autocast refuses the other of fp16 and bf16.
+    Weights that are all trained are fp32."""
+    given = f"model.dtype={dtype}", f"training.mixed_precision='{precision}'"
+    with pytest.raises(ConfigError, match=f"training.mixed_precision: given '{precision}', but model.dtype is {dtype}"):
+        require_trainable(run_with(*given))
+    require_trainable(run_with(*given, "model.train={kind: full}"))
+    require_trainable(run_with(f"model.dtype={remedy}", f"training.mixed_precision={remedy}"))
 
 
 def test_ppo_is_grpo_on_the_whole_batch(run_with: RunWith) -> None:

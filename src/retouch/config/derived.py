@@ -99,7 +99,7 @@ def forward_precision(run: RunConfig) -> str:
     """Precision that the network computes in: autocast's, or that of its weights, which are fp32 where all train."""
     if run.training.mixed_precision != "no":
         return run.training.mixed_precision
-    return "fp32" if run.model.train.kind == "full" else run.model.dtype
+    return "fp32" if run.algorithm.trained_kind(run) == "full" else run.model.dtype
 
 
 def snapshots(run: RunConfig) -> frozenset[str]:

@@ -73,7 +73,8 @@ class TrainingConfig(Section):
     rewards of role train, a name the values of that reward."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
     """Autocast of forward and backward; trained weights stay fp32. "no" computes in model.dtype: a bf16 base and its
-    LoRA then compute in bf16 throughout, as diffusers' pipelines do; autocast has norms and sums in fp32."""
+    LoRA then compute in bf16 throughout, as diffusers' pipelines do; autocast has norms and sums in fp32. Under
+    LoRA a model.dtype of fp16 needs fp16 here, whose loss scaler keeps small gradients above 0."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, one more forward."""
     compile: Annotated[bool, ReadBy("diffusion")] = False
@@ -113,6 +114,7 @@ class TrainingConfig(Section):
             )
 
     def check_trainable(self, run: RunConfig, key: str = "") -> None:
+        self._require_precision(run, f"{key}.mixed_precision: given {self.mixed_precision!r}")
         given = self.stop_on_plateau
         told = f"{key}.stop_on_plateau: given {str(given).lower() if given is True else given}"
         scored = {name: entry for name, entry in run.rewards.items() if not entry.compares_group()}
@@ -125,6 +127,21 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"{told}; expected true or a reward that evaluations score ({', '.join(scored) or 'none'}); set one, "
                 "or set it to false"
+            )
+
+    def _require_precision(self, run: RunConfig, given: str) -> None:
+        dtype = run.model.dtype
+        if dtype == "fp32" or run.algorithm.trained_kind(run) == "full":
+            return
+        if (dtype, self.mixed_precision) == ("fp16", "no"):
+            raise ValueError(
+                f"{given}, but model.dtype is fp16, whose gradients are 0 without a loss scaler; set "
+                "training.mixed_precision=fp16, or model.dtype=bf16"
+            )
+        if self.mixed_precision not in ("no", dtype) and not run.algorithm.trains_text_encoder:
+            raise ValueError(
+                f"{given}, but model.dtype is {dtype}, which torch's autocast does not combine with it; set "
+                f"model.dtype={self.mixed_precision}"
             )
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
