@@ -206,6 +206,10 @@ class DataSection(Section):
         lists of a split; None: each entry is an item."""
         return None
 
+    def each_once(self, items: Sequence[ItemFiles]) -> list[ItemFiles]:
+        """The items that are evaluated and sampled: fewer in a format that lists an input of the model again."""
+        return [*items]
+
     def check(self, run: RunConfig, key: str = "") -> None:
         from retouch.config.needs import needed_pictures
 

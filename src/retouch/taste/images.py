@@ -111,7 +111,7 @@ def _of_folder(path: Path) -> Iterator[VotedImage]:
 def _of_run(run: Path, beside: Path, trust: bool) -> Iterator[VotedImage]:
     """The images that evaluations kept."""
     config = load_run(run / "config.yaml", trust=trust)
-    data = load_dataset(config.evaluation.data or config.data, "evaluation.data")
+    data = load_dataset(config.evaluation.data or config.data, "evaluation.data").each_once
     name = run.resolve().name
     written, counts = beside / f"{name}-inputs", images_of(read_metrics(run / "metrics.jsonl"))
     inputs: dict[int, Mapping[str, Any]] = {}
