@@ -19,7 +19,7 @@ from retouch.algorithms.vlm_grpo.use import sample_trained
 from retouch.config import RunConfig
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
-from retouch.data.identity import files_of
+from retouch.data.identity import content_of, files_of
 from retouch.data.sampler import derive_seed
 from retouch.errors import ConfigError
 from retouch.files.complete import COMPLETE
@@ -101,7 +101,9 @@ def inputs_for_votes(out: Path, item: ItemFiles, section: DataSection) -> dict[s
             found[name] = out / "inputs" / f"{digest}-{name}.png"
             found[name].parent.mkdir(exist_ok=True)
             image.save(found[name])
-    return {name: str(path.resolve()) for name, path in found.items()}
+    copied = item.source_path is not None and found["source"] != item.source_path
+    told = {"original": content_of(item.source_path)} if copied else {}
+    return {name: str(path.resolve()) for name, path in found.items()} | told
 
 
 def list_for_votes(

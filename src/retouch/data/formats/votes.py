@@ -130,7 +130,5 @@ def _item(name: str, image: VotedImage, number: int, more: dict[str, Any], wrong
     text = {} if image.text is None else {"text": image.text}
     metadata = {**text, **more.pop("metadata", {})}
     # its mask is white where to repaint, as the reward reads it, whatever the data were that it comes from
-    made = image.mask is not None
-    return ItemFiles(
-        number, image.prompt, image.source, image.mask, metadata=metadata, mask_is_made=made, name=name, **more
-    )
+    about = {"metadata": metadata, "mask_is_made": image.mask is not None, "name": name, "original": image.original}
+    return ItemFiles(number, image.prompt, image.source, image.mask, **about, **more)

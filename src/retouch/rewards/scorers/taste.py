@@ -26,7 +26,7 @@ class TasteReward(RewardEntry):
     unscored = frozenset({"path", "extractor"})  # the revision has the digests of both
 
     scorer: Literal["taste"] = "taste"
-    path: Text
+    path: str
     """File of `retouch reward fit`; it names its image encoder."""
     extractor: Text | None = None
     """Hub id or folder with the same weights, if the encoder is elsewhere than it was for the fit."""
