@@ -185,6 +185,10 @@ def test_no_command_is_printed_for_votes_that_cannot_be_trained_on(samples: Path
         sent(server, "answer", {"voter": "ann", "question": state["question"], "answer": "left"})
         told = what_next(server.labelling)
     assert len(told) == 2 and told[0] == "a reward needs votes on 10 examples, and these are on 1"
+    server.labelling.of_run = True
+    assert what_next(server.labelling)[1:] == [
+        "DPO and KTO train on images of `retouch sample --for-votes`; those of evaluations are held out"
+    ]
     assert told[1].startswith("DPO and KTO need the prompt of each image, and a source with each mask")
 
 

@@ -297,10 +297,12 @@ def evaluation_alarms(
             MIN_EXAMPLES,
             MIN_EXAMPLES,
         )
-    of_gold = [pairs.alarm(name, level, " + ".join(gold[name])) for name, pairs in compared.items()]
+    guarded = {name: " + ".join(gold[name]) for name in compared}
+    of_gold = [pairs.alarm(name, level, guarded[name]) for name, pairs in compared.items()]
     for name, pairs in compared.items():
         if (fall := pairs.detectable_fall(level)) is not None:
-            logger.info("%s: where the trained rewards rise, a fall of %.3g raises the alarm in 8 of 10", name, fall)
+            text = "%s: where %s rises, a fall of %.3g raises the alarm in 8 of 10"
+            logger.info(text, name, guarded[name], fall)
     found: list[str | None] = []
     for name in ("saturation", "sharpness", "jpeg_bits"):
         key = PREFIX + name

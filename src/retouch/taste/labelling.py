@@ -48,6 +48,7 @@ class Labelling:
 
     Attributes:
         goal: number of votes of a voter that the page counts towards.
+        of_run: whether the images are of a run's evaluations, whose examples are held out.
     """
 
     images: Sequence[VotedImage]
@@ -55,6 +56,7 @@ class Labelling:
     chooser: Chooser
     alone: bool
     goal: int
+    of_run: bool = False
     _open: dict[str, tuple[str, Ballot]] = field(default_factory=dict[str, tuple[str, Ballot]])
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -145,7 +147,7 @@ def open_labelling(
                 f"{images}: {len(found)} images, and no two of one example; vote on single ones with --alone, or add "
                 "images of other seeds or weights"
             )
-        yield Labelling(found, file, chooser, alone, goal)
+        yield Labelling(found, file, chooser, alone, goal, (images / "config.yaml").is_file())
     finally:
         lock.release()
 
@@ -176,6 +178,8 @@ def what_next(labelling: Labelling) -> list[str]:
     told = [f"retouch reward fit {path} --config RUN.yaml"]
     if (examples := len({vote.left.example for vote in votes})) < MIN_EXAMPLES:
         told = [f"a reward needs votes on {MIN_EXAMPLES} examples, and these are on {examples}"]
+    if labelling.of_run:
+        return [*told, "DPO and KTO train on images of `retouch sample --for-votes`; those of evaluations are held out"]
     images = [image for vote in votes for image in vote.images]
     if not all(image.prompt and (image.source or not image.mask) for image in images):
         return [*told, "DPO and KTO need the prompt of each image, and a source with each mask; vote on a list of them"]
