@@ -46,7 +46,7 @@ class Instance:
     Attributes:
         local_url: where this machine reaches it.
         status: "ready" or "failed", of this process, once it is known.
-        was_ready: whether any of its processes has been ready, also under an earlier supervisor: its scorers can be loaded.
+        was_ready: whether a process of it, also of an earlier supervisor, has been ready: its scorers can be loaded.
         attempts: starts since it was last ready.
 
     Args:
