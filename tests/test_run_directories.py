@@ -15,17 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 import retouch as package
+from retouch.cli import app
 from retouch.config import ConfigError, dump_run, load_run, parse_run
 from retouch.config.trust import consent, consented, in_run_directory, named
 from retouch.engine.saved import declare_complete
+from retouch.observe.watch import open_server
 from retouch.registry import import_from_here
 from tests import forked
 from tests.command_line import Outcome, retouch
 from tests.conftest import small_run
 from tests.rewards.openai_server import KEY, OpenAIServer
+from tests.test_commands import leaves
 
 Finished = Callable[[str], Path]
 
@@ -130,7 +134,31 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "doctor": ("doctor", "{run}/config.yaml"),
     "data validate": ("data", "validate", "{run}/config.yaml"),
     "data precompute": ("data", "precompute", "{run}/config.yaml", "--out", "{out}"),
+    "label": ("label", "{run}", "--votes", "{votes}"),
+    "reward fit": ("reward", "fit", "{votes}", "--config", "{run}/config.yaml"),
 }
+
+WITHOUT_CONSENT = {
+    "the user's own run file": ("train",),
+    "nothing of what a run names": ("report", "watch", "compare", "export"),
+    "no run": (
+        "init", "reward serve", "reward score", "reward probe", "reward env", "data split", "data synth", "data edits",
+        "tiny build",
+    ),
+}  # fmt: skip
+"""What the other commands use -> these."""
+
+
+def test_every_command_that_takes_a_run_is_tried() -> None:
+    """And has the option that the message names."""
+    every = dict(leaves(typer.main.get_command(app)))
+    without = [name for names in WITHOUT_CONSENT.values() for name in names]
+    tried = {
+        name for name in every for line in COMMANDS.values() if f"{name} " in f"{' '.join(line)} "[: len(name) + 1]
+    }
+    assert sorted([*tried, *without]) == sorted(every)
+    trusting = {name for name, one in every.items() if any("--trust" in option.opts for option in one.params)}
+    assert trusting - {"export"} == tried  # an export has plug-ins of a family alone
 
 
 def refusal(outcome: Outcome) -> str:
@@ -144,6 +172,7 @@ def test_no_command_uses_what_a_copied_run_names(
 ) -> None:
     copied.change(**everything(copied))
     places = {"run": copied.path, "data": signs / "held_out", "out": tmp_path / "out", "finished": finished("lora")}
+    places["votes"] = tmp_path / "votes.jsonl"
     line = refusal(retouch(*(part.format(**places) for part in COMMANDS[command])))
     assert all(f"{key}: " in line for key in NAMED), line
     assert line.endswith("; add --trust (Python: trust=True) if you trust whoever wrote it")
@@ -385,6 +414,7 @@ def test_logs_are_compared_and_weights_exported_without_the_code_of_the_run(copi
     for arguments in (("report", copied.path), ("compare", copied.path, other, "--out", tmp_path / "c.html")):
         outcome = retouch(*arguments)
         assert outcome.code == 0, outcome.err
+    open_server(copied.path, 0).server_close()  # it has made the page of `watch`
     assert os.environ["HOME"] not in (tmp_path / "c.html").read_text(encoding="utf-8")
     folder = copied.path / "checkpoints/step-000004"
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
