@@ -137,6 +137,25 @@ def test_a_server_that_was_ready_is_not_given_up(how: str, monkeypatch: pytest.M
     with_worker("FailsWhile", trial)
 
 
+@pytest.mark.parametrize("was_ready", [True, False])
+@pytest.mark.usefixtures("_soon")
+def test_only_scorers_that_never_were_loaded_are_given_up(was_ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After three processes that died while they loaded."""
+    monkeypatch.setattr(worker_module, "_RESTART_MAX_S", 0.01)
+    worker = worker_module.ProcessWorker({}, "cpu", was_ready)
+    lives: list[int] = []
+
+    async def live(_: Any) -> tuple[bool, bool, int | None]:
+        lives.append(9)
+        if len(lives) == 5:
+            worker.problem = "stopped by the test"
+        return True, False, lives[-1]
+
+    monkeypatch.setattr(worker, "_live", live)
+    asyncio.run(worker._supervise())
+    assert len(lives) == (5 if was_ready else 3)
+
+
 def test_the_end_of_a_worker_does_not_hold_the_loop_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped, and does not notice that its socket ends. Time is up for it after 20 turns of the loop; when it is
     killed, it ends whenever it does."""
@@ -336,6 +355,22 @@ def test_an_instance_that_failed_to_load_what_another_has_loaded_is_started_agai
     supervisor._retry_failed()
     failed.process.wait(30)
     assert failed.was_ready and failed.status is None
+
+
+def test_a_command_ends_when_no_instance_loads_its_scorers(
+    instances: list[Instance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "WATCH_S", 0.001)
+    supervisor = Supervisor(instances[:1], {}, watch_loading=True)
+    instances[0].status = ServerStatus("failed", "no weights")
+    end = threading.Timer(10.0, supervisor._stop.set)
+    end.start()
+    try:
+        with pytest.raises(ConfigError, match="the scorers cannot be loaded: no weights"):
+            supervisor.run()
+    finally:
+        end.cancel()
+        supervisor._stop.set()
 
 
 @pytest.mark.parametrize("of_a_run", [True, False])
