@@ -22,17 +22,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retouch.observe.report import milestones
 from retouch.observe.run_dir import read_metrics
 from retouch.process.console import outlast_readers
+from retouch.process.machine import let_threads_sleep
 from retouch.process.signals import ENDING
-from retouch.training.evaluation import (
-    Evaluation,
-    load_evaluation,
-)
 from retouch.use.comparison import gains
+
+if TYPE_CHECKING:
+    from retouch.training.evaluation import Evaluation
 
 DATA, RUN = Path("runs/demo-data"), Path("runs/demo")
 CONFIG = "example:tiny/flux_fill_grpo"
@@ -46,6 +46,7 @@ SIGNALS: list[int] = []
 def main() -> None:
     started = time.monotonic()
     outlast_readers()
+    let_threads_sleep()
     for number in (signal.SIGINT, *ENDING):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda received, _: SIGNALS.append(received))
@@ -85,6 +86,8 @@ def retouch(*arguments: str, **environment: str) -> None:
 
 def evaluations(run: Path) -> dict[str, Evaluation]:
     """The milestones of a run by name: base, warmed up, last."""
+    from retouch.training.evaluation import load_evaluation  # imports torch
+
     records: list[dict[str, Any]] = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "eval"]
     folder = run / "evaluations"
     return {name: load_evaluation(folder / f"step-{r['step']:06d}") for name, r in milestones(records).items()}

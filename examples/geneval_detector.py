@@ -17,6 +17,7 @@ import base64
 import importlib
 import io
 import json
+import os
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -137,6 +138,8 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=18100)
     given = parser.parse_args()
+    if "OMP_WAIT_POLICY" not in os.environ:  # torch reads it when it is imported: threads sleep while they wait
+        os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT=os.environ.get("GOMP_SPINCOUNT", "15000"))
     detector = Detector(given.config, given.weights, given.device)
     print(f"{detector.name} at http://{given.host}:{given.port}")
     server(detector, detector.name, given.host, given.port).serve_forever()

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import logging
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 
+from retouch import api
+from retouch.errors import RetouchError
 from retouch.process import machine
 from retouch.process.machine import SLEEPING, WAIT_POLICY, let_threads_sleep, threads_sleep
+from tests.config.test_imports import LIGHT
+
+REPOSITORY = Path(__file__).parents[1]
 
 
 def test_freed_memory_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +106,44 @@ def test_after_torch_the_policy_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -
     assert let_threads_sleep() and threads_sleep()
     monkeypatch.setenv(WAIT_POLICY, "active")
     assert let_threads_sleep() and not threads_sleep()
+
+
+def sets_the_policy(function: FunctionType, depth: int = 2) -> bool:
+    """Whether a function calls `let_threads_sleep`, itself or in one that it calls."""
+    nodes = ast.walk(ast.parse(inspect.getsource(function)))
+    called = [node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    others = [one for name in called if isinstance(one := function.__globals__.get(name), FunctionType)]
+    return let_threads_sleep in others or (depth > 0 and any(sets_the_policy(one, depth - 1) for one in others))
+
+
+def test_every_entry_point_sets_the_policy_before_torch_is_imported() -> None:
+    """Console scripts, `python -m` and examples; `test_importing_them_imports_no_torch` imports them. GenEval's
+    detector, which has nothing of this package, has a test of its own."""
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"].values()
+    modules = {script.partition(":")[0] for script in scripts}
+    for folder in ("src", "examples"):
+        for file in (REPOSITORY / folder).rglob("*.py"):
+            if 'if __name__ == "__main__":' in file.read_text(encoding="utf-8"):
+                place = file.relative_to(REPOSITORY).with_suffix("")
+                modules.add(".".join(place.parts[place.parts[0] == "src" :]))
+    assert len(modules) == 6 and modules - {"retouch.__main__"} <= {*LIGHT}
+    for name in modules - {"examples.geneval_detector"}:
+        assert sets_the_policy(importlib.import_module(name).main), name
+
+
+@pytest.mark.parametrize("function", ["train", "load"])
+def test_a_program_that_imported_torch_first_is_told_once(
+    function: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO, "retouch")
+    monkeypatch.delenv(WAIT_POLICY, raising=False)
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", SimpleNamespace()))
+    api._let_threads_sleep.cache_clear()
+    for _ in range(2):
+        with pytest.raises(RetouchError):
+            getattr(api, function)(tmp_path / "none")
+    assert [record.message[:40] for record in caplog.records] == ["torch was imported before retouch, and it"[:40]]
+    api._let_threads_sleep.cache_clear()
 
 
 SHARED = """

@@ -15,17 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 import retouch as package
+from retouch.cli import app
 from retouch.config import ConfigError, dump_run, load_run, parse_run
 from retouch.config.trust import consent, consented, in_run_directory, named
 from retouch.engine.saved import declare_complete
+from retouch.observe.watch import open_server
 from retouch.registry import import_from_here
+from retouch.rewards.client.cache import ScoreCache
+from retouch.rewards.server import launch
+from retouch.rewards.server.launch import LocalServer
 from tests import forked
 from tests.command_line import Outcome, retouch
 from tests.conftest import small_run
 from tests.rewards.openai_server import KEY, OpenAIServer
+from tests.test_commands import leaves
 
 Finished = Callable[[str], Path]
 
@@ -130,7 +137,31 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "doctor": ("doctor", "{run}/config.yaml"),
     "data validate": ("data", "validate", "{run}/config.yaml"),
     "data precompute": ("data", "precompute", "{run}/config.yaml", "--out", "{out}"),
+    "label": ("label", "{run}", "--votes", "{votes}"),
+    "reward fit": ("reward", "fit", "{votes}", "--config", "{run}/config.yaml"),
 }
+
+WITHOUT_CONSENT = {
+    "the user's own run file": ("train",),
+    "nothing of what a run names": ("report", "watch", "compare", "export"),
+    "no run": (
+        "init", "reward serve", "reward score", "reward probe", "reward env", "data split", "data synth", "data edits",
+        "tiny build",
+    ),
+}  # fmt: skip
+"""What the other commands use -> these."""
+
+
+def test_every_command_that_takes_a_run_is_tried() -> None:
+    """And has the option that the message names."""
+    every = dict(leaves(typer.main.get_command(app)))
+    without = [name for names in WITHOUT_CONSENT.values() for name in names]
+    tried = {
+        name for name in every for line in COMMANDS.values() if f"{name} " in f"{' '.join(line)} "[: len(name) + 1]
+    }
+    assert sorted([*tried, *without]) == sorted(every)
+    trusting = {name for name, one in every.items() if any("--trust" in option.opts for option in one.params)}
+    assert trusting - {"export"} == tried  # an export has plug-ins of a family alone
 
 
 def refusal(outcome: Outcome) -> str:
@@ -144,6 +175,7 @@ def test_no_command_uses_what_a_copied_run_names(
 ) -> None:
     copied.change(**everything(copied))
     places = {"run": copied.path, "data": signs / "held_out", "out": tmp_path / "out", "finished": finished("lora")}
+    places["votes"] = tmp_path / "votes.jsonl"
     line = refusal(retouch(*(part.format(**places) for part in COMMANDS[command])))
     assert all(f"{key}: " in line for key in NAMED), line
     assert line.endswith("; add --trust (Python: trust=True) if you trust whoever wrote it")
@@ -385,6 +417,7 @@ def test_logs_are_compared_and_weights_exported_without_the_code_of_the_run(copi
     for arguments in (("report", copied.path), ("compare", copied.path, other, "--out", tmp_path / "c.html")):
         outcome = retouch(*arguments)
         assert outcome.code == 0, outcome.err
+    open_server(copied.path, 0).server_close()  # it has made the page of `watch`
     assert os.environ["HOME"] not in (tmp_path / "c.html").read_text(encoding="utf-8")
     folder = copied.path / "checkpoints/step-000004"
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
@@ -464,7 +497,10 @@ def test_modules_in_a_run_directory_are_not_found_by_libraries(copied: Copy, sig
 
 # --- links ---
 
-WRITTEN = ("config.yaml", "environment.json", "metrics.jsonl", "log.txt", ".lock")
+WRITTEN = (
+    "config.yaml", "config-000004.yaml", "begun_from", "environment.json", "metrics.jsonl", "log.txt", "run_id",
+    "report.html", ".lock",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -482,6 +518,48 @@ def test_nothing_is_written_through_a_link(name: str, copied: Copy, tmp_path: Pa
     line = refusal(retouch("train", run, *overrides))
     assert f"{place} is not a file; delete it" in line, line
     assert target.read_bytes() == before
+
+
+def files(run: Path) -> set[str]:
+    return {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+
+
+def test_every_other_file_of_a_run_replaces_a_link(copied: Copy, tmp_path: Path) -> None:
+    """Of each file that a run writes when it goes on, those that are not there yet included."""
+    before = Path(shutil.copytree(copied.path, tmp_path / "before"))
+    run = tmp_path / "run.yaml"
+    overrides = ["training.max_steps=5", "training.eval_every=5"]
+    run.write_text(dump_run(load_run(copied.path / "config.yaml", overrides)), encoding="utf-8")
+
+    def go_on(folder: Path) -> None:
+        assert retouch("train", run, f"logging.dir={folder.parent}", f"name={folder.name}", "resume=auto").code == 0
+
+    go_on(copied.path)
+    complete = "checkpoints/step-000005/complete.json"  # that of somebody makes a damaged checkpoint, which is refused
+    assert {complete, "images/step-000005/evaluation.png"} <= files(copied.path)
+    targets: dict[Path, bytes] = {}
+    for number, name in enumerate(sorted(files(copied.path) - {*WRITTEN, complete})):
+        place, target = before / name, tmp_path / "of-the-user" / str(number)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(place.read_bytes() if place.is_file() else b"precious")
+        targets[target] = target.read_bytes()
+        place.unlink(missing_ok=True)
+        place.symlink_to(target)
+    go_on(before)
+    assert len(targets) > 20 and [path for path, content in targets.items() if path.read_bytes() != content] == []
+
+
+@pytest.mark.parametrize("name", ["rewards.sqlite", "rewards.sqlite-wal", "reward-server.log"])
+def test_what_rewards_write_into_a_run_refuses_a_link(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache of scores, and the log of the server that a run starts."""
+    monkeypatch.setattr(launch, "_listen", lambda *_: sys.stdout)  # a handle
+    (tmp_path / name).symlink_to(tmp_path / "of-the-user")
+    with pytest.raises(ConfigError, match=f"{name} is not a file; delete it"):
+        LocalServer({}, tmp_path / name) if name.endswith(".log") else ScoreCache(tmp_path / "rewards.sqlite")
+    assert not (tmp_path / "of-the-user").exists()
 
 
 def test_reports_replace_links(copied: Copy, tmp_path: Path) -> None:

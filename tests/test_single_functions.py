@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
@@ -17,21 +18,28 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from retouch.algorithms.vlm_grpo.scoring import noise_seeds
 from retouch.config import trust
 from retouch.core.advantages import RewardRows
+from retouch.core.schedule import AlphaBarSchedule
+from retouch.data import tables
 from retouch.data.base import ItemFiles
 from retouch.data.identity import item_key
 from retouch.data.sampler import derive_seed
 from retouch.data.tables import content_digest
-from retouch.errors import RewardOutage
+from retouch.errors import OutOfMemory, RewardOutage, fitting
 from retouch.families.embeddings import EmbeddingCache
 from retouch.files.model_files import incomplete_weights
 from retouch.observe.kept import kept_rows
+from retouch.observe.sinks import Wandb
 from retouch.observe.statistics import bootstrap_percentiles
 from retouch.process import console
 from retouch.rewards.client.exchange import no_answer
-from retouch.rewards.table import Scores
+from retouch.rewards.client.servers import Server
+from retouch.rewards.table import Place, Scores
+from retouch.rewards.views import View
 from retouch.rollout.encoded import drop_references
+from retouch.rollout.sampler import latent_noise
 from retouch.training.resume import evaluation_stands
 from retouch.types import Condition, Failure, Outcome, Score
 from retouch.use import benchmark_scores
@@ -122,7 +130,76 @@ def test_an_evaluation_ends_if_its_scorer_fails_a_sound_image_too(sound: bool) -
 
 
 def test_consent_to_a_run_is_consent_to_its_run_file(tmp_path: Path) -> None:
+    """And of no copy."""
     assert trust._record(tmp_path, b"a: 1") == trust._record(tmp_path, b"a: 1") != trust._record(tmp_path, b"a: 2")
+    assert trust._record(tmp_path, b"a: 1") != trust._record(tmp_path / "copy", b"a: 1")
+
+
+def test_noise_is_fp32_whatever_a_library_left_behind() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert latent_noise([2], torch.Generator().manual_seed(0)).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_completions_of_an_example_have_one_noise() -> None:
+    examples: Any = [SimpleNamespace(id=id) for id in (7, 7, 8)]
+    first, second, other = noise_seeds("draw", 1, examples, 0)
+    assert first == second != other
+
+
+def test_memory_that_ends_is_one_line_with_a_remedy() -> None:
+    line = r"^out of memory while sampling \(all is in use\); set size=1$"
+    with pytest.raises(OutOfMemory, match=line), fitting("while sampling", "size=1"):
+        raise torch.OutOfMemoryError("all is in use")
+
+
+def test_a_data_set_at_a_commit_is_read_at_that_commit() -> None:
+    assert tables._revision("some/set") == {}
+    assert tables._revision(f"hf://datasets/some/set@{'c' * 40}") == {"revision": "c" * 40}
+
+
+def test_without_a_hub_nobody_knows_the_configurations_of_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library lists one, "default", whichever were downloaded."""
+    library = SimpleNamespace(get_dataset_config_names=lambda *_, **__: ["default"])
+    monkeypatch.setattr(tables, "_hub_library", lambda _: library)
+    monkeypatch.setattr(tables, "hub_problem", lambda: "offline")
+    assert tables.hub_configurations("some/set") is None
+
+
+def test_wandb_has_the_step_among_the_numbers() -> None:
+    """Its own steps only grow: it would drop those that a resumed run takes again."""
+    logged: list[Any] = []
+    sink = object.__new__(Wandb)
+    sink._run = SimpleNamespace(log=lambda *values, **options: logged.append((values, options)))
+    sink.numbers({"train/loss": 0.5}, 3)
+    assert logged == [(({"train/loss": 0.5, "step": 3},), {})]
+
+
+def test_an_excused_failure_is_taken_back() -> None:
+    server = Server("http://127.0.0.1:9", failures=1)
+    counts = []
+    for _ in range(2):
+        server.excused()
+        counts.append(server.failures)
+    assert counts == [0, 0]
+
+
+def test_only_rewards_that_count_are_waited_for() -> None:
+    counts, logged = Future[Any](), Future[Any]()
+    parts = {Place((), View(), kind): future for kind, future in (("logged", logged), ("counts", counts))}
+    assert Scores({}, {}, parts=parts).weighted_futures == [counts]
+
+
+def test_a_table_of_noise_levels_is_made_once_for_a_device() -> None:
+    """The CPU waits for a copy."""
+    schedule = AlphaBarSchedule.make(torch.linspace(0.9, 0.1, 10), 2)
+    made = []
+    for _ in range(2):
+        schedule.level(schedule.times)
+        made.append(schedule._tables[schedule.times.device])
+    assert made[0] is made[1]
 
 
 def test_entries_of_embeddings_are_found_by_all_of_their_content(tmp_path: Path) -> None:

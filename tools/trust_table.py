@@ -588,6 +588,66 @@ FINDINGS = {
         "rewards/test_recovery.py",
         "test_the_output_of_scorers_is_bounded_and_its_end_is_kept",
     ),
+    "The count of operations ended the first forward of three families on a GPU": (
+        "observe/test_cost.py",
+        "test_flops_are_those_of_the_real_network",
+    ),
+    "Two rewards that loaded at once left bf16 as the default of the process, in which a run trained other numbers": (
+        "algorithms/test_default_dtype.py",
+        "test_the_bits_of_a_run_are_the_same_under_another_default",
+    ),
+    "Groups sampled in place of others were split over processes, though a reward compares whole groups": (
+        "algorithms/test_whole_groups.py",
+        "test_resampled_groups_have_the_values_of_one_process",
+    ),
+    "A run was resumed inside an epoch with other options than its rollouts were sampled with": (
+        "algorithms/test_resume_options.py",
+        "test_every_option_is_refused_or_run",
+    ),
+    "A run waited for rewards of weight 0": (
+        "rewards/test_gates.py",
+        "test_a_reward_of_weight_0_is_not_waited_for",
+    ),
+    "Trajectories of an epoch waited on the GPU": (
+        "algorithms/test_waiting_on_the_cpu.py",
+        "test_trajectories_of_an_epoch_wait_on_the_cpu",
+    ),
+    "Intervals of few pairs were too narrow": (
+        "test_evaluate.py",
+        "test_the_interval_of_a_paired_difference",
+    ),
+    "Retries of a judge changed the random state that checkpoints hold": (
+        "test_defaults_of_torch.py",
+        "test_no_number_comes_from_a_global_generator",
+    ),
+    "A parameter that the endpoint of a judge refuses ended a run": (
+        "rewards/test_judge_replies.py",
+        "test_refused_parameters_are_replaced_once_and_noted",
+    ),
+    "An exhausted quota of a judge was taken for a rate limit that passes": (
+        "rewards/test_judge_replies.py",
+        "test_an_account_without_quota_says_so_once",
+    ),
+    "An endpoint of Azure, with a query in its address and another header for the key, could not be used": (
+        "rewards/test_judge_replies.py",
+        "test_an_address_with_a_query_and_another_header",
+    ),
+    "The cache returned scores of other options of a scorer": (
+        "rewards/test_revisions.py",
+        "test_a_scorer_that_names_no_revision_has_keys_by_its_options",
+    ),
+    "An override of a reward that a run does not have added it, and loaded 7 billion weights": (
+        "config/test_load.py",
+        "test_an_option_of_a_reward_that_the_run_does_not_have_is_refused",
+    ),
+    "A reward server rejected a body of `image` and `prompt` in plain JSON": (
+        "rewards/test_plain_body.py",
+        "test_the_pair_of_scores_and_their_weighted_sum",
+    ),
+    "The server of a run, killed after it had been ready, was given up when its next load failed": (
+        "rewards/test_recovery.py",
+        "test_a_supervisor_in_the_place_of_a_killed_one_knows_that_scorers_could_be_loaded",
+    ),
 }
 """Fault that later trials showed -> (file below tests/, test that failed before)."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -50,11 +51,7 @@ def train(run: Path | str | Mapping[str, Any], /, **overrides: Any) -> Run:
         RetouchError: `retouch.errors` lists the classes. `Stopped`: on a signal or a reward outage; train again with
             `resume="auto"`.
     """
-    if not let_threads_sleep():
-        logger.info(
-            "torch was imported before retouch, and its threads spin while they wait: on a machine that other programs "
-            "keep busy, set OMP_WAIT_POLICY=PASSIVE in the environment"
-        )
+    _let_threads_sleep()
     config = (
         load_run(run, overrides, trust=True) if isinstance(run, Path | str) else parse_run(overlaid(run, overrides))
     )
@@ -68,6 +65,16 @@ def train(run: Path | str | Mapping[str, Any], /, **overrides: Any) -> Run:
             raise
         logger.info("%s", stopped)  # as the run file asks
     return _written(Path(config.logging.dir).expanduser() / config.name, config)
+
+
+@cache
+def _let_threads_sleep() -> None:
+    """Do so, or log once that it is too late."""
+    if not let_threads_sleep():
+        logger.info(
+            "torch was imported before retouch, and its threads spin while they wait: on a machine that other programs "
+            "keep busy, set OMP_WAIT_POLICY=PASSIVE in the environment"
+        )
 
 
 def _written(run_dir: Path, config: RunConfig) -> Run:
@@ -89,7 +96,7 @@ def load(
     Raises:
         ConfigError: not a run directory, or code or hosts without consent.
     """
-    let_threads_sleep()
+    _let_threads_sleep()
     path = Path(run_dir).expanduser()
     if not (path / "config.yaml").is_file():
         raise ConfigError(f"run_dir: given {str(path)!r}; expected a run directory (it has no config.yaml)")

@@ -102,7 +102,7 @@ def structure_of(
         return images.new_zeros(0)
     network = network or packaged(str(images.device), images.dtype)
     pixels = torch.stack([letter_pixels(_cut(images, *box)) for box in boxes])
-    return torch.sigmoid(-network(pixels, torch.tensor(list(letters), device=images.device)))
+    return torch.sigmoid(-network(pixels, torch.tensor(list(letters), dtype=torch.long, device=images.device)))
 
 
 def letter_pixels(crop: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.selection import covering, default, rows
 from tests.tiny_models import shallow_flux
 
 from .runs import Config, Use, brightness, of_kind, same_weights, train
+from .test_old_runs import FIRST, copied, resume
 
 WEIGHTS = "checkpoints/step-000003/weights/diffusion_pytorch_model.safetensors"
 
@@ -74,6 +76,9 @@ FILES: dict[str, dict[str, str]] = {
     "checkpoints/step-000002/complete.json": {"": REFUSED, "folder": GOES_ON},
     "checkpoints/step-000002/state.json": {"": REFUSED},
     "checkpoints/step-000002/optimizer.pt": {"": REFUSED},
+    "checkpoints/step-000002/rng.pt": {"": REFUSED},
+    "checkpoints/step-000002/weights/config.json": {"": REFUSED},
+    "checkpoints/step-000002/weights/diffusion_pytorch_model.safetensors": {"": REFUSED},
 }
 """File of a run -> what follows of each damage, "" for the others; nothing where it is not named. Without its
 complete.json a checkpoint does not count, and the one before is taken."""
@@ -108,8 +113,35 @@ def cut(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "t"
 
 
+def kinds(names: Collection[str]) -> set[str]:
+    return {re.sub(r"/step-\d+", "/step", name) for name in names}
+
+
+OPENED: list[tuple[str, int]] | None = None
+"""Files that are opened, with the flags of the system; None while nobody asks."""
+
+
+def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    if OPENED is not None and event == "open" and isinstance(arguments[0], str | bytes):
+        OPENED.append((os.fsdecode(arguments[0]), arguments[2]))
+
+
+sys.addaudithook(_note_opened)
+
+
 def resumed(whole: Path, run: Path) -> Any:
-    return retouch("train", whole.parent / "run.yaml", f"logging.dir={run.parent}", "resume=auto")
+    """Every kind of file of the run that is read back is in FILES; test_integrity.py has that of a checkpoint inside an
+    epoch."""
+    global OPENED
+    before = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    OPENED = opened = []
+    try:
+        outcome = retouch("train", whole.parent / "run.yaml", f"logging.dir={run.parent}", "resume=auto")
+    finally:
+        OPENED = None
+    read = {os.path.relpath(path, run) for path, flags in opened if flags & os.O_ACCMODE != os.O_WRONLY}
+    assert kinds(read & before) <= kinds({*FILES, "checkpoints/step-000001/rollouts.safetensors"})
+    return outcome
 
 
 def ends(outcome: Any, expected: str, whole: Path, run: Path) -> None:
@@ -185,6 +217,20 @@ def test_what_a_run_was_begun_from_is_not_taken_for_the_base(damage: Callable[[P
         damage(run.path / name)
         with pytest.raises(CheckpointError, match=r"begun from (cannot be read|.*no complete)"):
             resume_folder(run.config, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("evaluations/step-000000/rows.jsonl", WARNS), ("checkpoints/step-000002/trainer_state.json", REFUSED)],
+)
+def test_a_damaged_run_of_vlm_grpo(name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trainer has checkpoints and evaluations of its own."""
+    pytest.importorskip("trl")
+    folder = copied(FIRST, "vlm_grpo-1", tmp_path)
+    garbage(folder / "runs/vlm_grpo-1" / name)
+    code, errors = resume(folder, "vlm_grpo-1", monkeypatch)
+    assert "Traceback" not in errors and code == (2 if expected == REFUSED else 0), errors
+    assert sum("damaged" in line and Path(name).name in line for line in errors.splitlines()) == 1, errors
 
 
 # --- metrics.jsonl ---

@@ -156,12 +156,15 @@ def structure(value: object) -> object:
 
 
 def test_sigterm_stops_cleanly_and_resumes_bitwise(long_run: Path, uninterrupted: Path) -> None:
-    """Exit 3 with a checkpoint at the step boundary, here inside an epoch, whose rollouts it keeps."""
-    stopped = run_child("backward", 7, [str(long_run), "name=term"], HOW="SIGTERM")
-    assert stopped.returncode == 3, stopped.stderr
-    assert "stopped: received SIGTERM at step 4" in stopped.stderr
+    """Exit 3 with a checkpoint at the step boundary, here inside an epoch, whose rollouts it keeps; then the same by
+    SIGUSR1, which SLURM sends before the time limit."""
     folder = long_run.parent / "runs" / "term" / "checkpoints" / "step-000004"
-    assert (folder / "complete.json").is_file() and (folder / "rollouts.safetensors").is_file()
+    for number, (step, backwards) in {"SIGTERM": (4, 7), "SIGUSR1": (5, 1)}.items():
+        stopped = run_child("backward", backwards, [str(long_run), "name=term"], HOW=number)
+        assert stopped.returncode == 3, stopped.stderr
+        assert f"stopped: received {number} at step {step}" in stopped.stderr
+        assert (folder.with_name(f"step-{step:06d}") / "complete.json").is_file()
+    assert (folder / "rollouts.safetensors").is_file()
     again = run_child("nowhere", 0, [str(long_run), "name=term"])
     assert again.returncode == 0, again.stderr
     a, b = (

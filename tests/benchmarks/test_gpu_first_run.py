@@ -269,3 +269,16 @@ def test_what_is_carried_is_all_that_is_needed() -> None:
     }
     named = set(re.findall(r"[a-z][a-z0-9-]+", f"{there} {carried}"))
     assert needed <= named | of_others
+
+
+WHEELS_MIB = 16
+"""Allowance for the wheels of the docstring, which take about half of it."""
+
+
+def test_the_tree_and_its_wheels_stay_under_64_mib() -> None:
+    """Machines take no more than that from outside."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("no checkout of git")
+    files = [REPOSITORY / name for name in listed.stdout.split("\0") if name]
+    assert sum(file.lstat().st_size for file in files if os.path.lexists(file)) < (64 - WHEELS_MIB) << 20

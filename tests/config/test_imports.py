@@ -29,7 +29,8 @@ LIGHT = (
     "retouch.config",
     "retouch.rewards.protocol",
     "retouch.rewards.client.client",
-    "retouch.rewards.server.app",
+    "retouch.rewards.server.front",
+    "retouch.rewards.server.process",
     "retouch.rewards.scorers.ocr",
     "retouch.tiny.signs",
     "retouch.data.validate",
@@ -41,6 +42,8 @@ LIGHT = (
     "retouch.use.items",
     "retouch_glyphs.scorers.glyph_structure",
     "retouch_glyphs.scorers.recognizer",
+    "examples.demo",
+    "examples.geneval_detector",
 )
 """In any order: what one of them imports, all do."""
 

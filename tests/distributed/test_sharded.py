@@ -286,7 +286,7 @@ def test_zero_is_one_process(zero_runs: Path, name: str, zero: str) -> None:
 
 
 @slow
-def test_zero_with_late_rewards_or_a_process_of_dead_groups_does_not_hang(zero_runs: Path) -> None:
+def test_zero_with_slow_rewards_or_a_process_of_dead_groups_does_not_hang(zero_runs: Path) -> None:
     same_numbers(zero_runs / "runs" / "flux_grpo-one", zero_runs / "runs" / "slow-zero3")
     for zero in ZERO:
         for name in ("flat", "flat_nft"):
@@ -326,7 +326,7 @@ def test_every_process_holds_a_half(runs: Path) -> None:
 
 @slow
 @pytest.mark.parametrize("name", ONLY_SHARDED)
-def test_late_rewards_and_whole_gradients_change_nothing(runs: Path, name: str) -> None:
+def test_slow_rewards_and_whole_gradients_change_nothing(runs: Path, name: str) -> None:
     same_numbers(runs / "runs" / "flux_grpo-one", runs / "runs" / name)
     same_weights(runs / "runs" / "flux_grpo-one", runs / "runs" / name)
 

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -89,6 +90,27 @@ def opened(config: RunConfig, resume_step: int | None = None, *, main: bool = Tr
     directory = RunDir(config, main=main)
     directory.open(resume_step)
     return directory
+
+
+def test_a_checkpoint_is_the_runs_own_by_its_folder(config: Config, tmp_path: Path) -> None:
+    directory = RunDir(config())
+    assert directory.owns(directory.checkpoints / "step-000001")
+    assert not directory.owns(tmp_path / "another/checkpoints/step-000001")
+
+
+def test_a_run_that_had_ended_is_no_failed_one_when_it_is_opened_again(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[bool] = []
+    sink = SimpleNamespace(numbers=lambda *_: None, close=lambda failed: ends.append(failed))
+    monkeypatch.setattr(run_dir, "open_sinks", lambda *_: [sink])
+    steps = config().training.max_steps
+    first = opened(config())
+    first.log("event", steps, {"event": "finished"})
+    first.close()
+    opened(config(), steps).close()
+    opened(config(), steps - 1).close()
+    assert ends == [False, False, True]
 
 
 def test_resuming_drops_what_will_come_again(config: Config) -> None:

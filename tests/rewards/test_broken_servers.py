@@ -30,7 +30,6 @@ LIKE_500 = {
     "401",
     "404",
     "HTML",
-    "empty 200",
     "raises",
     "redirects",
     "out of range",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from PIL import Image
 
 from retouch.config import ConfigError
 from retouch.errors import RewardOutage
+from retouch.process.machine import SLEEPING, WAIT_POLICY
 from retouch.rewards.scorers import make_scorer
 from retouch.types import Failure, Score
 from retouch_bench.scorers.geneval_verdict import CLASSES, COLORS
@@ -97,6 +99,29 @@ def test_failures_are_typed(example: ModuleType) -> None:
                 scorer.load("cpu")
     assert values(score_checked(scorer, [item(0, metadata={"tag": "colours"})])) == ["bad_item"]
     assert values(score_checked(scorer, [item(0, metadata=TWO_DOGS)])) == ["unavailable"]  # it is gone
+
+
+def test_the_detector_lets_threads_sleep_before_it_imports_torch(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the commands do, whose variables it cannot import."""
+    seen: list[dict[str, str | None]] = []
+
+    def detector(*_: str) -> None:
+        seen.append({name: os.environ.get(name) for name in SLEEPING})
+        raise InterruptedError
+
+    monkeypatch.setattr(example, "Detector", detector)
+    monkeypatch.setattr(sys, "argv", ["geneval_detector.py", "--config", "c", "--weights", "w"])
+    for policy in (None, "ACTIVE"):
+        for name in SLEEPING:
+            monkeypatch.setenv(name, "to be restored")
+            monkeypatch.delenv(name)
+        if policy is not None:
+            monkeypatch.setenv(WAIT_POLICY, policy)
+        with pytest.raises(InterruptedError):
+            example.main()
+    assert seen == [SLEEPING, {**dict.fromkeys(SLEEPING), WAIT_POLICY: "ACTIVE"}]
 
 
 def test_options_that_exclude_each_other() -> None:

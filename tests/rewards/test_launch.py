@@ -490,15 +490,23 @@ def test_each_part_of_a_server_may_end_within_the_time_of_the_one_that_ends_it()
     assert of_run > DRAIN_S > FINISH_S + 2 * _END_S
 
 
-def test_a_server_of_a_run_that_is_killed_is_started_again_on_its_port(tmp_path: Path) -> None:
-    """A run went on without rewards, and stopped."""
-    one = LocalServer({"kept": {"scorer": "preservation"}}, tmp_path / "server.log")
+def test_a_server_of_a_run_that_is_killed_is_started_again_on_its_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run went on without rewards, and stopped; also if memory was short for the load that followed."""
+    told = tmp_path / "fails"
+    monkeypatch.setenv("FAILS_WHILE", str(told))
+    one = LocalServer({"fn": {"fn": "tests.rewards.user_scorers:FailsWhile"}}, tmp_path / "server.log")
     try:
         [url] = one.urls()
         until(lambda: ready(url), START_S)
         before, front = one.pid, httpx.get(f"{url}/info", timeout=30, trust_env=False).json()["pid"]
+        until(one._endpoints.with_name("ready").exists)
+        told.write_text("raises")
         os.kill(before, signal.SIGKILL)
         until(lambda: one.pid != before and not alive(front), 30)
+        until(lambda: "the scorers cannot be loaded again: " in one.log.read_text(), START_S)
+        told.unlink()
         until(
             lambda: ready(url), START_S
         )  # a request to the port waits meanwhile, or fails as one that may be repeated

@@ -164,7 +164,8 @@ def test_ddddocr_decodes_its_logits_and_ignores_the_case(monkeypatch: pytest.Mon
 
     class Session:
         def __init__(self, file: str, options: Any, providers: list[str]) -> None:
-            made.append((file, options.intra_op_num_threads, options.log_severity_level, providers))
+            spinning = options.get_session_config_entry("session.intra_op.allow_spinning")
+            made.append((file, options.intra_op_num_threads, options.log_severity_level, spinning, providers))
 
         def get_inputs(self) -> list[Any]:
             return [SimpleNamespace(name="input1")]
@@ -187,7 +188,7 @@ def test_ddddocr_decodes_its_logits_and_ignores_the_case(monkeypatch: pytest.Mon
     assert isinstance(found, Score) and found.value == 0.75 and found.detail["text"] == "mok"
     assert found.detail["confidence"] == pytest.approx(0.5)
     (file, *session), line = made
-    assert file == str(tmp_path / "common_old.onnx") and session == [2, 3, ["CPUExecutionProvider"]]
+    assert file == str(tmp_path / "common_old.onnx") and session == [2, 3, "0", ["CPUExecutionProvider"]]
     assert line.shape == (1, 1, HEIGHT, 3 * HEIGHT) and line.dtype == np.float32 and line.min() == line.max() == 1.0
 
 

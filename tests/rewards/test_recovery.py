@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,6 +24,7 @@ import pytest
 from retouch.config import ConfigError
 from retouch.rewards.client.servers import ServerStatus
 from retouch.rewards.protocol import CheckedScorer, RewardItem, ScorerSpec
+from retouch.rewards.server import launch
 from retouch.rewards.server import supervisor as supervisor_module
 from retouch.rewards.server import worker as worker_module
 from retouch.rewards.server.frames import NO_BATCH, pack
@@ -140,6 +141,25 @@ def test_a_server_that_was_ready_is_not_given_up(how: str, monkeypatch: pytest.M
         assert values(await scores(worker, item(0))) == [0.5]
 
     with_worker("FailsWhile", trial)
+
+
+@pytest.mark.parametrize("was_ready", [True, False])
+@pytest.mark.usefixtures("_soon")
+def test_only_scorers_that_never_were_loaded_are_given_up(was_ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After three processes that died while they loaded."""
+    monkeypatch.setattr(worker_module, "_RESTART_MAX_S", 0.01)
+    worker = worker_module.ProcessWorker({}, "cpu", was_ready)
+    lives: list[int] = []
+
+    async def live(_: Any) -> tuple[bool, bool, int | None]:
+        lives.append(9)
+        if len(lives) == 5:
+            worker.problem = "stopped by the test"
+        return True, False, lives[-1]
+
+    monkeypatch.setattr(worker, "_live", live)
+    asyncio.run(worker._supervise())
+    assert len(lives) == (5 if was_ready else 3)
 
 
 def test_the_end_of_a_worker_does_not_hold_the_loop_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,6 +361,45 @@ def test_an_instance_that_failed_to_load_what_another_has_loaded_is_started_agai
     supervisor._retry_failed()
     failed.process.wait(30)
     assert failed.was_ready and failed.status is None
+
+
+def test_a_command_ends_when_no_instance_loads_its_scorers(
+    instances: list[Instance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "WATCH_S", 0.001)
+    supervisor = Supervisor(instances[:1], {}, watch_loading=True)
+    instances[0].status = ServerStatus("failed", "no weights")
+    end = threading.Timer(10.0, supervisor._stop.set)
+    end.start()
+    try:
+        with pytest.raises(ConfigError, match="the scorers cannot be loaded: no weights"):
+            supervisor.run()
+    finally:
+        end.cancel()
+        supervisor._stop.set()
+
+
+@pytest.mark.parametrize("of_a_run", [True, False])
+def test_a_supervisor_in_the_place_of_a_killed_one_knows_that_scorers_could_be_loaded(
+    of_a_run: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A server of `url: auto` was given up if its first load after that failed; that of a command may have others."""
+    known: list[bool] = []
+
+    def start(own: Supervisor) -> None:
+        known.extend(one.was_ready for one in own.instances)
+        for one in own.instances:
+            one.ask()
+
+    monkeypatch.setattr(Supervisor, "start", start)
+    monkeypatch.setattr(Supervisor, "run", lambda own: None)
+    monkeypatch.setattr(supervisor_module, "readiness", lambda *_, **__: ServerStatus("ready", ""))
+    for name in ("exit_with_parent", "ignore_notices"):
+        monkeypatch.setattr(launch, name, lambda *_: None)
+    options = launch.ServeOptions(port=0, endpoints=tmp_path / "endpoints.json", log_dir=tmp_path)
+    for _ in range(2):
+        launch.serve({"preservation": {}}, replace(options, with_parent=1 if of_a_run else None))
+    assert known == [False, of_a_run]
 
 
 # --- what is written ---

@@ -49,6 +49,14 @@ def test_the_window_follows_from_seed_and_batch_alone() -> None:
     assert places[0] == places[1] != places[2]
 
 
+def test_a_plan_and_its_times_on_a_device_are_made_once() -> None:
+    """The CPU waits for a copy to the device."""
+    run = {**RUN, "model": {"family": "flux_fill"}, "algorithm": {"name": "grpo"}}
+    plans, cpu = Plans(parse_run({**run, "rollout": {"num_steps": 10}})), torch.device("cpu")
+    first, again = (plans.plan(SCHEDULE) for _ in range(2))
+    assert first is again and first.placed(cpu) is again.placed(cpu)
+
+
 def test_a_fixed_window_stays() -> None:
     fixed = {"size": 2, "range": [0.3, 0.8], "position": "fixed"}
     assert {plan(batch, window=fixed).first for batch in range(5)} == {3}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from retouch.cli.options import Json, start_logging
+from retouch.cli.options import Json, Trust, start_logging
 from retouch.errors import ConfigError
 from retouch.files.disk import writing
 
@@ -201,6 +201,7 @@ def fit(
         str | None, typer.Option(help="first or second half of the examples, for a second, gold reward.")
     ] = None,
     device: Device = "cpu",
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Fit a reward to votes, and measure it on held-out examples."""
@@ -210,7 +211,7 @@ def fit(
     from retouch.config import load_run
     from retouch.taste.reward import fit_reward, lines_of
 
-    run = None if config is None else load_run(config)
+    run = None if config is None else load_run(config, trust=trust or None)
     with writing(out):
         taste, quality = fit_reward(votes, out, extractor, run=run, voter=voter, half=cast("Any", half), device=device)
     if as_json:

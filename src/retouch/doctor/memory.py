@@ -206,7 +206,7 @@ def traced_decode(spec: FamilySpec, vae: Any, size: tuple[int, int], dtype: str,
     to_run_without_data(vae, mode, lambda _: DTYPES[dtype])
     with mode:
         cells = height // autoencoder.downsampling, width // autoencoder.downsampling
-        latents = torch.empty(1, autoencoder.channels, *cells)
+        latents = torch.empty(1, autoencoder.channels, *cells, dtype=torch.float32)
         return gradient_bytes(autoencoder, latents)
 
 

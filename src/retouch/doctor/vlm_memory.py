@@ -306,7 +306,7 @@ def generating_images(
                 hidden_states=torch.empty(rows, tokens, 4 * channels, dtype=dtype),
                 timestep=torch.empty(rows, dtype=dtype),
                 encoder_hidden_states=torch.empty(rows, text_tokens, width, dtype=dtype),
-                encoder_hidden_states_mask=torch.ones(rows, text_tokens) > 0,
+                encoder_hidden_states_mask=torch.ones(rows, text_tokens, dtype=torch.float32) > 0,
                 img_shapes=[[cells] * (1 + sources)] * rows,
                 return_dict=False,
             )

@@ -93,7 +93,7 @@ class Extractor:
 
 def _statistics(pixels: Tensor) -> Tensor:
     """[7] of pixels [3, N]; the skewness of two colours depends on their shares alone."""
-    channels = torch.tensor(_CHANNELS, device=pixels.device) @ pixels
+    channels = torch.tensor(_CHANNELS, dtype=torch.float32, device=pixels.device) @ pixels
     mean = channels.mean(1)
     apart = channels - mean[:, None]
     deviation = (apart.square().mean(1) + 1e-6).sqrt()  # with a gradient on one colour, too
@@ -130,5 +130,5 @@ def _encoder(name: str, option: str, device: torch.device) -> _Encoder:
     if info["missing_keys"]:  # transformers initializes them at random without an error
         raise ConfigError(f"{option}: given {name!r}: {len(info['missing_keys'])} weights are missing; copy it anew")
     network = network.eval().requires_grad_(False).to(device)
-    channels = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    channels = torch.tensor([IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD], dtype=torch.float32)[..., None, None]
     return _Encoder(network, "pooler_output", 224, *channels)

@@ -104,7 +104,7 @@ def features_of(
         example, _ = read_item(item, own)
         mask = None if example.mask is None else np.asarray(example.mask)
         with torch.no_grad():
-            pixels = torch.tensor(np.asarray(example.target)).permute(2, 0, 1) / 255
+            pixels = torch.tensor(np.asarray(example.target), dtype=torch.float32).permute(2, 0, 1) / 255
             rows.append(encoder(pixels, mask).cpu().numpy())
         sizes.add((pixels.shape[1], pixels.shape[2]))
     keys = {key: row for row, key in enumerate(unique)}

@@ -104,7 +104,8 @@ class HpsV2Scorer(PackageScorer[HpsV2Reward]):
         found = model.load_state_dict(weights, strict=False, assign=True)
         require_all(file, found.missing_keys, found.unexpected_keys)
         for tower in (model.vision_model, model.text_model):  # buffers that are saved in no file
-            tower.embeddings.position_ids = torch.arange(tower.embeddings.position_ids.shape[-1])[None]
+            length = tower.embeddings.position_ids.shape[-1]
+            tower.embeddings.position_ids = torch.arange(length, dtype=torch.long)[None]
         self._model = model.float().eval().requires_grad_(False).to(device)
         self._torch, self._device = torch, device
         self.set_revision(f"hpsv2 {o.path} {version} as {o.processor} {version_of(o.processor)}")

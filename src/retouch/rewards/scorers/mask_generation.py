@@ -78,7 +78,7 @@ def region_boxes(image: Pixels, predictor: Predictor, settings: Settings | None 
         boxes = _of_crop(image, crop, s.side if number == 0 else s.side // 2, predictor, s)
         found.append(boxes)
         size = (crop[2] - crop[0]) * (crop[3] - crop[1])
-        areas.append(torch.full((len(boxes),), float(size)))
+        areas.append(torch.full((len(boxes),), float(size), dtype=torch.float32))
     boxes, sizes = torch.cat(found), torch.cat(areas)
     return boxes[suppressed(boxes, 1 / sizes, s.same_across)]
 
@@ -110,14 +110,14 @@ def _of_crop(image: Pixels, crop: Box, side: int, predictor: Predictor, s: Setti
     left, top, right, bottom = crop
     predictor.set_image(np.ascontiguousarray(image[top:bottom, left:right]))
     points = torch.tensor(grid(side) * (right - left, bottom - top), dtype=torch.float32)
-    boxes: list[Tensor] = [torch.zeros(0, 4)]
-    ious: list[Tensor] = [torch.zeros(0)]
+    boxes: list[Tensor] = [torch.zeros(0, 4, dtype=torch.float32)]
+    ious: list[Tensor] = [torch.zeros(0, dtype=torch.float32)]
     for batch in points.split(s.points_per_batch):
         for logits, iou in _refined(batch, predictor, s.points_per_batch):
             good = (iou > s.least_iou) & (stability(logits, s.offset) >= s.least_stability)
             boxes.append(mask_boxes(logits[good] > 0))
             ious.append(iou[good].float().cpu())
-    offset = torch.tensor([left, top, left, top])
+    offset = torch.tensor([left, top, left, top], dtype=torch.float32)
     placed, scores = torch.cat(boxes) + offset, torch.cat(ious)
     inside = ~at_edge(placed, crop, (0, 0, image.shape[1], image.shape[0]), s.edge)
     placed, scores = placed[inside], scores[inside]
@@ -142,7 +142,7 @@ def mask_boxes(masks: Tensor) -> Tensor:
     """[M, 4] left, top, right, bottom of masks [M, h, w], the last row and column included; zeros for an empty one."""
     import torch
 
-    found = torch.zeros(len(masks), 4)
+    found = torch.zeros(len(masks), 4, dtype=torch.float32)
     for i, mask in enumerate(masks):
         rows, columns = mask.any(1).nonzero()[:, 0], mask.any(0).nonzero()[:, 0]
         if len(rows):
@@ -154,7 +154,7 @@ def at_edge(boxes: Tensor, crop: Box, image: Box, near: float) -> Tensor:
     """[M] whether a box touches an edge of its crop that is no edge of the image."""
     import torch
 
-    by_crop, by_image = ((boxes - torch.tensor(edges)).abs() <= near for edges in (crop, image))
+    by_crop, by_image = ((boxes - torch.tensor(edges, dtype=torch.float32)).abs() <= near for edges in (crop, image))
     return (by_crop & ~by_image).any(1)
 
 

@@ -205,12 +205,12 @@ def reward_states(model: Any, rows: Sequence[Sequence[int]], pixels: Tensor, gri
 
     length = max(map(len, rows))
     # padded on the right, behind what the reward token attends to
-    ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=pixels.device)
-    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=pixels.device)
+    padded = [([*row, *[0] * (length - len(row))], [1] * len(row) + [0] * (length - len(row))) for row in rows]
+    ids, mask = torch.tensor(padded, dtype=torch.long, device=pixels.device).unbind(1)
     hidden = model(
         input_ids=ids,
         attention_mask=mask,
-        position_ids=torch.arange(length, device=ids.device).expand(3, len(rows), length),
+        position_ids=torch.arange(length, dtype=torch.long, device=ids.device).expand(3, len(rows), length),
         pixel_values=pixels,
         image_grid_thw=grids,
         use_cache=False,

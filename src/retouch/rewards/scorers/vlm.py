@@ -108,7 +108,8 @@ class VlmScorer(PackageScorer[VlmReward]):
     def _batch(self, items: Sequence[RewardItem]) -> list[Outcome]:
         torch, values = self._torch, _VALUES[self.options.mode]
         probabilities = self._next_token(items).softmax(-1)
-        columns = [probabilities[:, torch.tensor(self._ids[word], device=self._device)].sum(1) for word in values]
+        ids = [torch.tensor(self._ids[word], dtype=torch.long, device=self._device) for word in values]
+        columns = [probabilities[:, variants].sum(1) for variants in ids]
         words = torch.stack(columns, 1).double().cpu()
         mass = words.sum(1)
         expected = (words * torch.tensor(list(values.values()), dtype=torch.float64)).sum(1) / mass.clamp(min=1e-12)
@@ -131,8 +132,8 @@ class VlmScorer(PackageScorer[VlmReward]):
         length = max(map(len, rows))
         pad = self._tokens.pad_token_id or 0
         # left padding: the answer begins at the last column of every row
-        ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
+        ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], dtype=torch.long)
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], dtype=torch.long)
         inputs = {
             "input_ids": ids,
             "attention_mask": mask,

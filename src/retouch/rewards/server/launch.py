@@ -46,7 +46,7 @@ class ServeOptions:
         endpoints: file to write, or to add to, once every port is bound (`retouch.rewards.client.endpoints`).
         log_dir: folder of one log file per instance.
         with_parent: id of the process that starts this one and at whose end it ends; it keeps the output, without log
-            files.
+            files, and `endpoints`, beside which this process marks that its scorers could be loaded.
         listeners: file descriptors of sockets that listen, one per instance, in place of `port`: they stay bound while
             this process is restarted.
         limits: fields of `admission.Limits`.
@@ -100,12 +100,13 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
             f"{65536 - len(places)}, or 0 for free ones"
         )
     instances: list[Instance] = []
+    mark = None if options.with_parent is None or options.endpoints is None else options.endpoints.with_name("ready")
     for number, device in enumerate(places):
         if options.listeners:
             listener = socket.socket(fileno=options.listeners[number])
         else:
             listener = _listen(options.host, options.port + number if options.port else 0)
-        instances.append(Instance(listener, options.host, device, _log_file(options, listener)))
+        instances.append(Instance(listener, options.host, device, _log_file(options, listener), mark))
     if options.with_parent is not None:
         exit_with_parent(options.with_parent)
         ignore_notices()

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from contextlib import suppress
 
 from retouch.process.console import outlast_readers
-from retouch.process.machine import return_memory_regularly
+from retouch.process.machine import let_threads_sleep, return_memory_regularly
 from retouch.process.signals import ignore_notices
 
 _WINDOW_S = 60.0
@@ -24,9 +24,10 @@ _STDERR = 2  # a handle: it is that of the log file, whatever Python does with i
 
 
 def begin_process() -> None:
-    """Set up a process of a server: it outlasts the terminal and the readers of its output, logs from INFO on, and
-    returns freed memory."""
+    """Set up a process of a server: it outlasts the terminal and the readers of its output, logs from INFO on,
+    returns freed memory, and its threads sleep while they wait."""
     outlast_readers()
+    let_threads_sleep()
     ignore_notices()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     for name in ("retouch", "__main__"):  # the module of a process that was started by `python -m`

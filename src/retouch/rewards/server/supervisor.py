@@ -48,11 +48,16 @@ class Instance:
     Attributes:
         local_url: where this machine reaches it.
         status: "ready" or "failed", of this process, once it is known.
-        was_ready: whether any of its processes has been ready: its scorers can be loaded.
+        was_ready: whether a process of it, also of an earlier supervisor, has been ready: its scorers can be loaded.
         attempts: starts since it was last ready.
+
+    Args:
+        ready_mark: file that is made once it is ready, for the supervisor that takes the place of a killed one.
     """
 
-    def __init__(self, listener: socket.socket, host: str, device: str, log: Path | None) -> None:
+    def __init__(
+        self, listener: socket.socket, host: str, device: str, log: Path | None, ready_mark: Path | None = None
+    ) -> None:
         self.listener = listener
         self.device = device
         self.log = log
@@ -62,7 +67,8 @@ class Instance:
         self.process: subprocess.Popen[bytes] | None = None
         self.early_deaths = 0
         self.attempts = 0
-        self.was_ready = False
+        self.was_ready = ready_mark is not None and ready_mark.exists()
+        self._ready_mark = ready_mark
         self.status: ServerStatus | None = None
         self._started = 0.0
         self._start_at: float | None = None
@@ -114,6 +120,9 @@ class Instance:
             self.status = found
             if found.status == "ready":
                 self.was_ready, self.attempts = True, 0
+                if self._ready_mark is not None:
+                    with suppress(OSError):
+                        self._ready_mark.touch()
         return found
 
     def retire(self) -> None:
