@@ -39,7 +39,7 @@ from retouch.rewards.client.servers import Server
 from retouch.rewards.table import Place, Scores
 from retouch.rewards.views import View
 from retouch.rollout.encoded import drop_references
-from retouch.rollout.sampler import latent_noise
+from retouch.rollout.sampler import noise_for
 from retouch.training.resume import evaluation_stands
 from retouch.types import Condition, Failure, Outcome, Score
 from retouch.use import benchmark_scores
@@ -138,7 +138,7 @@ def test_consent_to_a_run_is_consent_to_its_run_file(tmp_path: Path) -> None:
 def test_noise_is_fp32_whatever_a_library_left_behind() -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        assert latent_noise([2], torch.Generator().manual_seed(0)).dtype == torch.float32
+        assert noise_for([2], [0])[0].dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 

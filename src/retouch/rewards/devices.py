@@ -38,8 +38,8 @@ def gpu_count() -> int:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """What identifies the GPUs that this process sees, in its order: a launcher, or the control group of a job, may
-    show each process others under the same number."""
+    """Ids of the GPUs that are visible to this process, in its order: a launcher, or the control group of a job, may
+    give each process others under the same number."""
     if not (count := gpu_count()):
         return ()
     import torch

@@ -25,7 +25,7 @@ Gather = Callable[[Sequence[Any]], list[Any]]
 class MachineShare:
     """The first process of each machine starts the servers, one per set of devices, which end when it does; the others
     receive their addresses. Where processes see different GPUs, as with one visible to each, the server of the GPUs
-    that the run trains on has a part for each set of them, which the first process that sees it starts.
+    that the run trains on has a part for each set of them, which its first process starts.
 
     Attributes:
         wanted: devices -> name -> options of the scorers that a server of the run computes there.
