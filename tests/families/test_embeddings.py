@@ -388,6 +388,18 @@ def test_the_fingerprint_of_a_large_file_follows_each_of_its_tensors(tmp_path: P
     assert len(seen) == 2 + 2 * 10
 
 
+def test_a_tensor_between_two_samples_of_its_file_is_sampled(tmp_path: Path) -> None:
+    """A bias among large matrices, of a few bytes."""
+    seen = set[str | None]()
+    for value in (0.0, 1.0):
+        tensors = {f"{i}.weight": torch.zeros(512, 700) for i in range(4)} | {
+            f"{i}.bias": torch.zeros(8) for i in range(4)
+        }
+        save_file(tensors | {"2.bias": torch.full((8,), value)}, tmp_path / "model.safetensors")
+        seen.add(fingerprint([tmp_path]))
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize("name", ["model.bin", "model.safetensors"])
 def test_the_fingerprint_of_another_large_file_follows_each_mebibyte(name: str, tmp_path: Path) -> None:
     """Also of a file that is no safetensors file, whatever its name, and of one whose header lies."""

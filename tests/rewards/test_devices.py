@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,7 +17,16 @@ from retouch.config import ConfigError
 from retouch.rewards import devices, sharing
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
-from retouch.rewards.devices import CPU, TRAINED_ON, devices_of, instances, own_device, serve_argument
+from retouch.rewards.devices import (
+    CPU,
+    TRAINED_ON,
+    devices_of,
+    gpu_count,
+    instances,
+    own_device,
+    serve_argument,
+    visible_gpus,
+)
 from retouch.rewards.scorers.clip import ClipReward
 from retouch.rewards.scorers.complex_edit import ComplexEditReward
 from retouch.rewards.scorers.ocr import OcrReward
@@ -186,6 +196,15 @@ def test_a_server_for_each_set_of_devices(monkeypatch: pytest.MonkeyPatch, tmp_p
         "reward-server-gpu-0-1.log": (["like"], ("cuda:0", "cuda:1")),
         "reward-server-gpu-2-3.log": (["fit"], ("cuda:2", "cuda:3")),
     }
+
+
+def test_gpus_are_told_apart_by_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first GPU that a process sees may be any; without a GPU nothing is looked at."""
+    assert visible_gpus() == () or gpu_count()
+    monkeypatch.setattr(devices, "gpu_count", lambda: 2)
+    properties = [SimpleNamespace(uuid="c"), SimpleNamespace(uuid="a")]
+    monkeypatch.setattr("torch.cuda.get_device_properties", properties.__getitem__)
+    assert visible_gpus() == ("c", "a")
 
 
 def test_processes_that_see_a_gpu_each_have_an_instance_on_each(
