@@ -81,7 +81,10 @@ _KNOWN: dict[str, dict[str, Meaning]] = {
             "Probability ratio of the policy to the one that sampled: 1 before the first update.", least=0.002
         ),
         "max_abs_log_ratio": Meaning(
-            "Largest |log ratio| of a row: near 0 before the first update of an epoch.", log=True, least=1e-4
+            "Largest |log ratio| of a row, of all processes: near 0 before the first update of an epoch "
+            "(`ON_POLICY_TOLERANCE`).",
+            log=True,
+            least=1e-4,
         ),
         "clip_fraction": Meaning("Share of the ratios that the clip range cuts off.", least=0.02),
     },
