@@ -112,9 +112,9 @@ def log_likelihood(log_probabilities: Tensor, classes: Sequence[int]) -> Tensor:
         log_probabilities: [T, C] of one line.
         classes: of the characters; at least one.
     """
-    lengths = torch.tensor([[len(log_probabilities)], [len(classes)]], dtype=torch.long)
+    columns, letters = torch.tensor([[len(log_probabilities)], [len(classes)]], dtype=torch.long)
     target = torch.tensor([list(classes)], dtype=torch.long, device=log_probabilities.device)
-    return -functional.ctc_loss(log_probabilities[:, None], target, *lengths, reduction="sum")
+    return -functional.ctc_loss(log_probabilities[:, None], target, columns, letters, reduction="sum")
 
 
 def read_greedily(log_probabilities: Tensor) -> tuple[str, float]:
