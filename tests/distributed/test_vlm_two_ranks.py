@@ -162,4 +162,4 @@ def test_state_of_deepspeed_is_refused_on_one_process(tmp_path: Path) -> None:
     run(launcher, file, "name=two", HALF)
     done = start((), file, "name=two", "training.max_steps=4", "resume=auto")
     assert done.returncode == 2
-    assert "was written under DeepSpeed ZeRO-2 on 2 processes, this is no DeepSpeed" in done.stderr
+    assert "was written under DeepSpeed ZeRO-2 on 2 processes, but this is no DeepSpeed" in done.stderr

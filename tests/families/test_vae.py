@@ -169,6 +169,20 @@ def test_an_image_leaves_nothing_for_a_next_frame(family: str) -> None:
     assert torch.equal(vae.decode(latents).sample, images)  # a video still has its frames
 
 
+def test_bytes_of_a_decode_of_qwen_image() -> None:
+    """The numbers of docs/speed.md, of the released autoencoder."""
+    vae, mode = on_meta(lambda: AutoencoderKLQwenImage()), without_data()
+    to_run_without_data(vae, mode, lambda weight: torch.bfloat16)
+    frame_by_frame(vae)
+    with mode, torch.no_grad():
+        latents = torch.empty(1, 16, 1, 128, 128, dtype=torch.bfloat16)
+        with LiveBytes() as with_copies:
+            vae.decode(latents)
+        with single_frames(vae), LiveBytes() as without:
+            vae.decode(latents)
+    assert (round(without.peak / 2**30, 1), round(with_copies.peak / 2**30, 1)) == (1.3, 3.2)
+
+
 @pytest.mark.parametrize("family", ["qwen_image", "qwen_image_edit"])
 def test_qwen_models_take_pictures_as_pictures(family: str) -> None:
     convolutions = [m for m in load(family).vae.modules() if isinstance(m, torch.nn.Conv3d)]
