@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from retouch.config import ConfigError, RunConfig, dump_run, load_run
 from retouch.config.check import require_trainable, warnings_of
 from retouch.config.training import COLUMNS
+from retouch.rewards import REWARDS
 from tests.command_line import retouch
 
 GATE = "but gated_by is not set; leave it out"
@@ -217,3 +219,13 @@ def test_options_of_a_scorer_that_nothing_reads_are_warned_of(
 ) -> None:
     """Runs of earlier versions may have them."""
     assert any(told.startswith(line) for told in warnings_of(run_with(f"rewards={{{rewards}}}")))
+
+
+def test_a_reward_of_a_server_needs_none_of_the_options_that_the_server_has() -> None:
+    """Every scorer, also from the file that a run wrote."""
+    for name, kind in REWARDS.available().items():
+        entry = kind.model_validate({"scorer": name, "url": "http://127.0.0.1:9"})
+        assert kind.model_validate(entry.model_dump()) == entry
+    for given, message in (({}, "path"), ({"path": ""}, "given ''; expected a text; set path to one")):
+        with pytest.raises(ValidationError, match=message):
+            REWARDS["taste"].model_validate(given)

@@ -13,7 +13,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar, cast
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
@@ -406,18 +406,36 @@ class RewardEntry(Section):
             )
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_what_only_a_server_reads(cls, given: Any) -> Any:
+        """A server has its own values of the texts that an entry must otherwise set."""
+        served = isinstance(given, Mapping) and cast("Mapping[str, Any]", given).get("url") not in (None, "auto")
+        return {**dict.fromkeys(cls._required_texts(), ""), **given} if served else given
+
     @model_validator(mode="after")
     def _options_are_served_with(self) -> RewardEntry:
+        texts = dict.fromkeys(self._required_texts(), "")
         if self.is_made_here:
+            if empty := [name for name in texts if not getattr(self, name)]:
+                raise ValueError(f"{empty[0]}: given ''; expected a text; set {empty[0]} to one")
             return self
         # compared by value, because a dumped run file writes every default
-        changed = [n for n in sorted(self.own_options()) if getattr(self, n) != type(self).model_fields[n].default]
+        defaults = {name: type(self).model_fields[name].default for name in self.own_options()} | texts
+        changed = [name for name in sorted(defaults) if getattr(self, name) != defaults[name]]
         if changed:
             raise ValueError(
                 f"{changed[0]} is set beside url {self.url!r}, but the options of a reward belong to the server that "
                 f"scores it; drop {changed[0]} here and start the server with it"
             )
         return self
+
+    @classmethod
+    def _required_texts(cls) -> list[str]:
+        fields = {name: cls.model_fields[name] for name in cls.own_options()}
+        return [
+            n for n, field in fields.items() if field.is_required() and field.annotation is str and not field.metadata
+        ]
 
 
 Reward = Annotated[RewardEntry, Chosen(REWARDS, "scorer")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from retouch.config.base import Count, Text
+from retouch.config.base import Count
 from retouch.errors import ConfigError
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
@@ -25,7 +25,7 @@ class AestheticV1Reward(RewardEntry):
     licence = "MIT"
 
     scorer: Literal["aesthetic_v1"] = "aesthetic_v1"
-    head: Text
+    head: str
     """File of the layer, `sa_0_4_vit_l_14_linear.pth` of LAION-AI/aesthetic-predictor; required."""
     path: str = "openai/clip-vit-large-patch14"
     """Hub id or folder of the `CLIPModel`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from retouch.config.base import Text
 from retouch.imaging.masks import MASK_THRESHOLD
 from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.pixels import unit_pixels
@@ -37,10 +36,10 @@ class LpipsReward(RewardEntry):
     differentiable = True
 
     scorer: Literal["lpips"] = "lpips"
-    backbone: Text
+    backbone: str
     """File (.pth or .safetensors) of the ImageNet weights of VGG16, with keys `features.0.weight` as torchvision and
     timm have them; required."""
-    heads: Text
+    heads: str
     """File of the linear heads, `lpips/weights/v0.1/vgg.pth` of the package lpips, with keys `lin0.model.1.weight`;
     required."""
     region: Literal["all", "kept"] = "all"

@@ -52,7 +52,7 @@ class HeadReward(RewardEntry):
     rubrics: ClassVar[tuple[str, ...]]
     """Questions, one per head."""
 
-    path: Text
+    path: str
     """Hub id, folder or file of the weights."""
     revision: Text = "main"
     """Branch, tag or commit of a hub id; a commit pins the weights."""
@@ -93,7 +93,7 @@ class EditRewardReward(HeadReward):
     scores_edits = True
 
     scorer: Literal["editreward"] = "editreward"
-    path: Text
+    path: str
     """Hub id or folder with model.safetensors or model.pth, or such a file: a checkpoint of the hub's collection
     TIGER-Lab/editreward on MiMo-VL or Qwen2.5-VL. Those on Qwen3-VL are not supported."""
     base: Text = "XiaomiMiMo/MiMo-VL-7B-SFT-2508"
