@@ -257,3 +257,7 @@ def test_published_texts_that_are_missing(tmp_path: Path) -> None:
     (tmp_path / "prompt_quality.py").write_text("A = 1", encoding="utf-8")
     with pytest.raises(ConfigError, match="has no text PERCEPTUAL_QUALITY_PROMPT_W_RUBRIC_WO_INST"):
         make_scorer("complex_edit", {**asked, "prompts": str(tmp_path)})
+    write_published(tmp_path)
+    (tmp_path / "prompt_alignment.py").write_text('ALIGNMENT_PROMPT_W_RUBRIC = PROMPT_TEMPLATE = "Do: {}"')
+    with pytest.raises(ConfigError, match=r"whose PROMPT_TEMPLATE does not contain \{instruction\}"):
+        make_scorer("complex_edit", {**asked, "prompts": str(tmp_path)})

@@ -162,6 +162,11 @@ def test_a_repeated_form_is_no_answer() -> None:
     assert read_checklist("wall: yes/no\nwall: [no]\nword: yes, or nearly", ["wall", "word"]) == [False, True]
 
 
+def test_a_name_that_contains_an_answer_is_whole() -> None:
+    lines = "Step 1: yes\n* Step 1: no air: no [Step 1: yes, of course]"
+    assert read_checklist(lines, ["Step 1", "Step 1: no air"]) == [True, False]
+
+
 def test_the_only_prompt_is_not_found_among_none() -> None:
     found = other_prompts({"other_prompts": ["a cat", "a cat"]}, "a cat")
     assert isinstance(found, Failure) and "no text but the prompt itself" in found.message

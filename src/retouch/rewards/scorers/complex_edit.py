@@ -62,6 +62,7 @@ _PUBLISHED = {
 }
 """Files of the published code, and the texts in them that its evaluation sends."""
 
+_INSTRUCTION_SLOT = "{instruction}"
 _PUBLISHED_REASONING = "\nExplain your reasoning before answering the questions."
 _PUBLISHED_TOKENS = 512
 _WHERE = "complex_edit/eval of github.com/UCSC-VLAA/Complex-Edit"
@@ -198,7 +199,7 @@ class ComplexEditScorer(JudgeScorer[ComplexEditReward]):
     def _sample_published(
         self, texts: PublishedTexts, item: RewardItem, source: Pixels, number: int, again: bool
     ) -> dict[str, Any]:
-        question = {"type": "text", "text": texts.template.replace("{instruction}", item.prompt)}
+        question = {"type": "text", "text": texts.template.replace(_INSTRUCTION_SLOT, item.prompt)}
         pair = [_detailed(source), _detailed(item.image), question]
         found: dict[str, Any] = {}
         for system, content, names, reason in (
@@ -247,6 +248,11 @@ def read_published(folder: str) -> PublishedTexts:
                 f"your copy of {_WHERE}"
             )
     (alignment, template), (quality,) = ([found[name] for name in names] for names in _PUBLISHED.values())
+    if _INSTRUCTION_SLOT not in template:
+        raise ConfigError(
+            f"reward 'complex_edit': prompts: given {folder!r}, whose PROMPT_TEMPLATE does not contain "
+            f"{_INSTRUCTION_SLOT}; set it to your copy of {_WHERE}"
+        )
     return PublishedTexts(alignment, template, quality)
 
 

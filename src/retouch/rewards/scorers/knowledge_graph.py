@@ -106,12 +106,12 @@ def read_checklist(text: str, names: Sequence[str]) -> list[bool]:
         ValueError: names without a line. MMMG's own code takes them for a no.
     """
     found: dict[str, bool] = {}
+    wanted = {_key(name) for name in names}
     for line in text.replace("**", "").splitlines():
-        for match in _ANSWER.finditer(line):
-            name = _listed_name(line[: match.start()])
-            if name:
-                found[_key(name.strip("`[] "))] = match["answer"].casefold() == "yes"
-                break
+        answers = {_key(_listed_name(line[: m.start()]).strip("`[] ")): m["answer"] for m in _ANSWER.finditer(line)}
+        # the longest: "Step 1: no air: yes" answers "Step 1: no air", and not "Step 1"
+        if named := [name for name in answers if name in wanted][-1:]:
+            found[named[0]] = answers[named[0]].casefold() == "yes"
     missing = [name for name in names if _key(name) not in found]
     if missing:
         raise ValueError(
