@@ -190,6 +190,9 @@ def test_editing_models_see_the_whole_image_unless_asked(config: Callable[..., R
     assert mask_crop(edit, request) is None
     assert mask_crop(fill, replace(request, fit="crop")) is None
     assert mask_crop(fill, replace(request, crop="none")) is None
+    assert mask_crop(fill, replace(request, for_votes=True)) is None
+    with pytest.raises(ConfigError, match="--crop: given mask, but --for-votes"):
+        items_to_sample(fill, replace(request, data=Path("x"), crop="mask", for_votes=True))
     assert mask_crop(edit, replace(request, crop="mask", context=0.5)) == MaskCrop(0.5, enlarge=True)
 
 

@@ -16,10 +16,14 @@ from PIL import Image
 
 from retouch.config import load_run
 from retouch.data.base import DataError, ItemFiles
+from retouch.data.dataset import Dataset
 from retouch.data.formats.manifest import ManifestData
+from retouch.data.formats.votes import VotesData
+from retouch.data.identity import digest, trained_on
 from retouch.imaging.reading import packed
 from retouch.taste.choosing import Chooser
 from retouch.taste.images import images_to_vote_on
+from retouch.taste.votes import Vote, VoteFile
 from retouch.use.sampling import SAMPLES, inputs_for_votes, list_for_votes
 
 
@@ -54,6 +58,7 @@ def test_of_a_run_the_images_of_an_example_differ_in_weights_or_in_seed(
     assert np.array_equal(np.asarray(Image.open(one.mask)), np.asarray(data[0].mask))
     # seed 0 with seed 0, seed 1 with seed 1, and both seeds of each step; the other example has two images
     assert Chooser(found, 0, alone=False, informative=None).total() == 4 + 1
+    assert isinstance(data.items[0].source_path, Path) and one.original == digest(data.items[0].source_path)
     mask = np.asarray(Image.open(one.mask))
     one.mask.rename(one.mask.with_name("00000-mask-of-another-run.png"))  # another run of the same name
     again = images_to_vote_on(run, tmp_path / "votes")[0].mask
@@ -120,8 +125,22 @@ def test_a_sample_is_listed_with_a_mask_that_is_white_where_it_was_repainted(kin
 
 
 def test_a_sample_without_a_mask_is_listed_with_a_source_of_its_size(tmp_path: Path) -> None:
-    source = tmp_path / "photo.png"
-    Image.new("RGB", (400, 240), "red").save(source)
+    """Votes on samples of a held-out image are held-out images in training: the list names the original."""
+    source, other = tmp_path / "photo.png", tmp_path / "other.png"
+    for path, colour in ((source, "red"), (other, "blue")):
+        Image.new("RGB", (400, 240), colour).save(path)
     section, item = ManifestData(path="", resolution=(24, 40)), ItemFiles(0, "make it red", source)
-    with Image.open(inputs_for_votes(tmp_path, item, section)["source"]) as shown:
+    inputs = inputs_for_votes(tmp_path, item, section)
+    with Image.open(inputs["source"]) as shown:
         assert shown.size == (40, 24)
+    Image.new("RGB", (40, 24)).save(tmp_path / "out.png")
+    trained = cast("Any", SimpleNamespace(newest=None, config=SimpleNamespace(name="run")))
+    list_for_votes(tmp_path, tmp_path / "out.png", item, inputs, trained, 7)
+    [image] = images_to_vote_on(tmp_path, tmp_path)
+    file = VoteFile(tmp_path / "votes.jsonl")
+    file.add(Vote(0, "ann", "left", image, image))
+    votes = VotesData(path=str(file.path))
+    training = Dataset(votes, [one for one in votes.list_items() if isinstance(one, ItemFiles)])
+    held_out = Dataset(section, [item, ItemFiles(1, "make it red", other)])
+    assert trained_on(held_out, training) == [item]
+    assert len(trained_on(training, held_out)) == 1 and not trained_on(training, Dataset(section, held_out.items[1:]))

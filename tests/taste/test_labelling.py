@@ -22,7 +22,7 @@ from PIL import Image
 from retouch.config import load_run
 from retouch.config.check import require_trainable
 from retouch.errors import ConfigError, DataError
-from retouch.taste.labelling import LabelServer, open_labelling, open_server, what_next
+from retouch.taste.labelling import LabelServer, open_labelling, open_server, progress, what_next
 from retouch.taste.votes import VotedImage, read_votes
 from tests.browser import Page
 from tests.taste.voters import drawn_image
@@ -160,6 +160,11 @@ def test_what_cannot_be_voted_on_is_refused(samples: Path, tmp_path: Path) -> No
     refused(single, DataError, "broken.png")
     with serving(samples, votes):
         refused(samples, ConfigError, "another process has open")
+    with (
+        pytest.raises(ConfigError, match="--active: given with --alone"),
+        serving(samples, votes, alone=True, active="tiny"),
+    ):
+        pass
     votes = tmp_path / "votes.csv"  # it would be written as JSONL, and read as a table
     refused(samples, ConfigError, "ends in .jsonl")
 
@@ -179,23 +184,35 @@ def test_no_command_is_printed_for_votes_that_cannot_be_trained_on(samples: Path
         _, state = sent(server, "state?voter=ann")
         sent(server, "answer", {"voter": "ann", "question": state["question"], "answer": "left"})
         told = what_next(server.labelling)
-    assert len(told) == 3 and told[1].startswith("retouch reward fit")
-    assert told[2].startswith("DPO and KTO need the prompt of each image, and a source with each mask")
+    assert len(told) == 2 and told[0] == "a reward needs votes on 10 examples, and these are on 1"
+    server.labelling.of_run = True
+    assert what_next(server.labelling)[1:] == [
+        "DPO and KTO train on images of `retouch sample --for-votes`; those of evaluations are held out"
+    ]
+    assert told[1].startswith("DPO and KTO need the prompt of each image, and a source with each mask")
 
 
 def test_the_commands_at_the_end_are_those_for_the_votes(tmp_path: Path) -> None:
     votes = tmp_path / "my votes.jsonl"
-    samples = listed(tmp_path, [drawn_image(tmp_path, 0, k, 9.0 * k) for k in range(2)], "a sign", source="0-0.png")
+    images = [drawn_image(tmp_path, e, k, 9.0 * k) for e in range(10) for k in range(2)]
+    samples = listed(tmp_path, images, "a sign", source="0-0.png")
+
+    def voted(server: LabelServer, answer: str) -> list[str]:
+        _, state = sent(server, "state?voter=ann")
+        for _ in range(10):
+            _, state = sent(server, "answer", {"voter": "ann", "question": state["question"], "answer": answer})
+        return what_next(server.labelling)
+
     with serving(samples, votes, alone=True) as server:
-        assert what_next(server.labelling) == [f"{votes}: no votes"]
-        _, state = sent(server, "state?voter=ann")
-        sent(server, "answer", {"voter": "ann", "question": state["question"], "answer": "good"})
-        told = what_next(server.labelling)
-        assert told[1] == f"retouch reward fit '{votes}' --config RUN.yaml" and len(told) == 3
+        assert what_next(server.labelling) == []
+        assert progress(server.labelling) == [f"{votes}: 0 votes on 0 examples", "each voter: 20 of 20 images left"]
+        told = voted(server, "good")
+        assert told[0] == f"retouch reward fit '{votes}' --config RUN.yaml" and len(told) == 2
+    with serving(samples, votes) as server:  # the same file
+        assert sent(server, "state?voter=ann")[1]["votes"] == 0  # of pairs
+        assert progress(server.labelling) == [f"{votes}: 10 votes on 10 examples", "ann: 10 of 10 pairs left"]
     with serving(samples, tmp_path / "pairs.jsonl") as server:
-        _, state = sent(server, "state?voter=ann")
-        sent(server, "answer", {"voter": "ann", "question": state["question"], "answer": "left"})
-        told += what_next(server.labelling)
+        told += voted(server, "left")
     commands = [shlex.split(line) for line in told if line.startswith("retouch train")]
     assert [next(word for word in words if "name=" in word)[15:] for words in commands] == ["kto", "dpo", "kto"]
     file = "configs/tiny/flux_fill_nft.yaml"
@@ -280,7 +297,10 @@ def test_votes_outlast_a_kill(samples: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     try:
         assert process.stdout is not None
-        address = process.stdout.readline().strip()
+        address, *told = (process.stdout.readline().strip() for _ in range(4))
+        assert (
+            told[:2] == [f"{votes}: 0 votes on 0 examples", "each voter: 60 of 60 pairs left"] and "Ctrl-C" in told[2]
+        )
         port, token = address.removeprefix("http://127.0.0.1:").strip("/").split("/")
         connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
 

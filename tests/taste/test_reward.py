@@ -29,7 +29,9 @@ from retouch.taste.extractor import Extractor
 from retouch.taste.head import read_taste
 from retouch.taste.reward import features_of, fit_reward, half_of
 from retouch.taste.votes import Vote, VotedImage, VoteFile, read_votes
+from retouch.training.build import build
 from retouch.types import Score
+from retouch.use.items import SampleRequest, items_to_sample
 from tests.command_line import retouch
 from tests.taste.voters import drawn_image, vote
 
@@ -112,9 +114,9 @@ def test_a_fit_sees_the_pixels_that_training_sees(
     """Votes on images of 40 x 24: a run shows its window of them to the reward, at its own size."""
     out = tmp_path / "taste.safetensors"
 
-    def run(**data: object) -> RunConfig:
-        options = {f"data__{name}": value for name, value in data.items()}
-        return config(rewards={"taste": {"path": str(out)}}, **options)
+    def run(resolution: list[int], fit: str = "crop", **more: object) -> RunConfig:
+        own = {"evaluation__data": None, **more}
+        return config(rewards={"taste": {"path": str(out)}}, data__resolution=resolution, data__fit=fit, **own)
 
     fitted, _ = fit_reward(votes, out, "tiny", run=run(resolution=[32, 32]))
     assert fitted.sizes == [(32, 32)] and read_taste(out).fit == "crop"
@@ -126,10 +128,17 @@ def test_a_fit_sees_the_pixels_that_training_sees(
     assert sizes == {(32, 32)}
     assert features.values[0].tolist() == Extractor("tiny")(pixels, np.asarray(shown.mask)).tolist()
     require_trainable(run(resolution=[32, 32]))
-    with pytest.raises(ConfigError, match=r"fitted to images of 32 x 32 .*the run scores images of 32 x 64"):
+    with pytest.raises(ConfigError, match=r"fitted to images of 32 x 32 .*the run scores images of data of 32 x 64"):
         require_trainable(run(resolution=[32, 64]))
     with pytest.raises(ConfigError, match=r"data.fit=crop"):
         require_trainable(run(resolution=[32, 32], fit="stretch"))
+    gold = {"ocr": {}, "gold": {"scorer": "taste", "path": str(out), "role": "gold"}}
+    held_out = {"format": "self_bench", "path": "held_out", "resolution": [32, 32]}
+    require_trainable(config(rewards=gold, data__resolution=[32, 64], evaluation__data=held_out))
+    with pytest.raises(ConfigError, match=r"the run scores images of evaluation.data of 32 x 64"):
+        require_trainable(run(resolution=[32, 32], evaluation__data={**held_out, "resolution": [32, 64]}))
+    with pytest.raises(ConfigError, match=r"rewards.taste.crop: given 'mask_box'"):
+        require_trainable(config(rewards={"taste": {"url": "http://127.0.0.1:9", "crop": "mask_box"}}))
     fit_reward(votes, out, "tiny")  # as they are
     with pytest.raises(ConfigError, match=r"images of 24 x 40 .*--config RUN.yaml"):
         require_trainable(run(resolution=[32, 32]))
@@ -228,6 +237,24 @@ def test_votes_are_pairs_for_dpo_and_labels_for_kto(votes: Path, tmp_path: Path)
     assert [label_of(one) for one in labelled] == [True, False] * 90
     assert labelled[0].target_path == first.win_path and labelled[0].target == "file"
     assert VotesData.recognises(votes) and not VotesData.recognises(tmp_path)
+
+
+def test_an_input_counts_once_in_evaluations_whatever_the_number_of_votes_on_its_samples(
+    votes: Path, tmp_path: Path, config: Callable[..., RunConfig]
+) -> None:
+    """By an id that later votes do not change, in a run and for `retouch sample`."""
+    pairs, labels = VotesData(path=str(votes)), VotesData(path=str(votes), votes_as="labels")
+    once = labels.each_once(items_of(votes, votes_as="labels"))
+    assert len(once) == len({one.prompt for one in once}) == 30
+    assert {one.id for one in pairs.each_once(items_of(votes)[::-1])} == {one.id for one in once}
+    listed = [replace(image, source=image.image) for vote in read_votes(votes) for image in vote.images[:1]]
+    file = VoteFile(tmp_path / "votes.jsonl")
+    for image in listed[:20]:
+        file.add(Vote(0, "ann", "good", replace(image, source=listed[0].image, mask=listed[0].mask, prompt="a sign")))
+    data = {"format": "votes", "votes_as": "labels", "path": str(file.path)}
+    run = config(data=data, evaluation__data=None, data__resolution=[32, 64])
+    [example] = build(run).eval_data.items
+    assert [item.id for item in items_to_sample(run, SampleRequest(data=file.path))[1]] == [example.id]
 
 
 def test_an_image_that_was_replaced_after_the_votes_is_neither_fitted_nor_trained_on(tmp_path: Path) -> None:

@@ -217,4 +217,6 @@ def fit(
         typer.echo(json.dumps({"out": str(out), "min_group_std": taste.noise, **taste.about}, indent=2))
         return
     entry = f"rewards.taste={{path: {out}, min_group_std: {taste.noise:.3g}}}"
+    if half == "second":
+        entry = f"rewards.gold={{scorer: taste, path: {out}, role: gold, cautious: true}}"
     typer.echo("\n".join([*lines_of(quality, taste.about["votes"]), f"{out}: train with {shlex.quote(entry)}"]))

@@ -97,7 +97,8 @@ def sample(
         str,
         typer.Option(
             help="auto | mask | none: part of the image passed to the model. auto: a box around the mask in images "
-            "larger than the resolution; mask: always such a box, enlarged if it is small; none: what --fit shows."
+            "larger than the resolution, but not with --for-votes; mask: always such a box, enlarged if it is small; "
+            "none: what --fit shows."
         ),
     ] = "auto",
     context: Annotated[
@@ -132,6 +133,7 @@ def sample(
         crop=crop,
         context=context,
         more_images=tuple(more_image or ()),
+        for_votes=for_votes,
     )
     require_options(trained.config, request)
     note_loading(trained.config.model.family)  # tokenizers, which count tokens of prompts, import torch
@@ -140,7 +142,7 @@ def sample(
         make_folder(out)
         from retouch.use.sampling import sample_to_folder
 
-        for path in sample_to_folder(trained, request, chosen, out, for_votes=for_votes):
+        for path in sample_to_folder(trained, request, chosen, out):
             typer.echo(str(path))
 
 
@@ -354,7 +356,9 @@ def label(
             help="Ask the most informative pairs, for a fit; without it, pairs at random.",
         ),
     ] = False,
-    extractor: Annotated[str, typer.Option(help="Image encoder for --active, as of retouch reward fit.")] = "tiny",
+    extractor: Annotated[
+        str | None, typer.Option(help="Image encoder for --active, as of retouch reward fit; default: tiny.")
+    ] = None,
     goal: Annotated[int, typer.Option(min=1, help="Votes of a voter that the page counts towards.")] = 300,
     seed: Annotated[int, typer.Option(help="Seed of order and sides.")] = 0,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0: a free one.")] = 0,
@@ -363,23 +367,31 @@ def label(
 ) -> None:
     """Serve a page on loopback to vote on images, until interrupted, and print what the votes can train."""
     start_logging()
-    from retouch.taste.labelling import open_labelling, open_server, what_next
+    if extractor is not None and not active:
+        raise ConfigError(f"--extractor: given {extractor!r} without --active, which alone reads it; add --active")
+    from retouch.taste.labelling import open_labelling, open_server, progress, what_next
 
     with (
         writing(votes, "--votes"),
         open_labelling(
-            images, votes, alone=alone, active=extractor if active else None, goal=goal, seed=seed, trust=trust
+            images,
+            votes,
+            alone=alone,
+            active=(extractor or "tiny") if active else None,
+            goal=goal,
+            seed=seed,
+            trust=trust,
         ) as labelling,
+        open_server(labelling, port) as server,
     ):
+        typer.echo("\n".join([server.address, *progress(labelling)]))
+        typer.echo("Ctrl-C stops and prints the commands that the votes are for; the same command goes on")
+        if open_it:
+            typer.launch(server.address)
         try:
-            with open_server(labelling, port) as server:
-                typer.echo(server.address)
-                if open_it:
-                    typer.launch(server.address)
-                server.serve_forever()
+            server.serve_forever()
         finally:
-            for line in what_next(labelling):
-                typer.echo(line)
+            typer.echo("\n".join([*progress(labelling), *what_next(labelling)]))
 
 
 @app.command()

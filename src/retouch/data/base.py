@@ -49,6 +49,7 @@ class ItemFiles:
         more_paths: source images beside the one that is edited, in order.
         mask_is_made: the mask is no file of the data set and white where to repaint, whatever `invert_mask` is.
         name: for messages, of an item whose id is in no file.
+        original: SHA-256 of the file that the source is a copy of, at another size; "": it is none.
     """
 
     id: int
@@ -68,6 +69,7 @@ class ItemFiles:
     more_paths: tuple[Path | PackedImage, ...] = ()
     mask_is_made: bool = False
     name: str = ""
+    original: str = ""
 
     @property
     def where(self) -> str:
@@ -205,6 +207,10 @@ class DataSection(Section):
         """The entries of a JSONL `listing` that are no items, each with the images and texts that must not be in both
         lists of a split; None: each entry is an item."""
         return None
+
+    def each_once(self, items: Sequence[ItemFiles]) -> list[ItemFiles]:
+        """The items that are evaluated and sampled: fewer in a format that lists an input of the model again."""
+        return [*items]
 
     def check(self, run: RunConfig, key: str = "") -> None:
         from retouch.config.needs import needed_pictures

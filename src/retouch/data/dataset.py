@@ -93,6 +93,11 @@ class Dataset(Sequence[Example]):
         return (self[i] for i in range(len(self)))
 
     @property
+    def each_once(self) -> Dataset:
+        """The examples to evaluate or sample, each input of the model once."""
+        return Dataset(self.config, self.config.each_once(self.items), self.doubts)
+
+    @property
     def prompts(self) -> list[str]:
         """Every prompt once, in order."""
         return list(dict.fromkeys(item.prompt for item in self.items))

@@ -55,11 +55,15 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def content_of(image: Path | PackedImage | None) -> str:
+    """SHA-256 of the bytes of an image; "" of none."""
+    return "" if image is None else image.digest if isinstance(image, PackedImage) else digest(image)
+
+
 def trained_on(evaluation: Dataset, *training: Dataset, with_prompt: bool = False) -> list[ItemFiles]:
     """Items of `evaluation` whose source or target is an image of the training data; for text to image, those whose
     prompt is, in the form in which scorers compare texts and without case, as `retouch data split` compares prompts.
-    Only files as long as one of the other side are read; images inside tables have digests, and are compared with such
-    images alone.
+    Only files as long as one of the other side are read, or, where a source is a copy of another file, all of them.
 
     Args:
         with_prompt: an image counts only where it is trained on with the same prompt.
@@ -73,23 +77,27 @@ def trained_on(evaluation: Dataset, *training: Dataset, with_prompt: bool = Fals
         for item in data.items:
             for image in images_of(item) or [None]:
                 prompts[image].add(_plain(item.prompt))
-    of_file: defaultdict[str, set[str]] = defaultdict(set)
+    of_content: defaultdict[str, set[str]] = defaultdict(set)
+    for item in (item for data in training for item in data.items if item.original):
+        of_content[item.original].add(_plain(item.prompt))
+    # a copy has another length than its original
+    of_any_length = bool(of_content) or any(item.original for item in evaluation.items)
     lengths = set[int]()
-    for path in paths(prompts):
-        lengths.add(length := path.stat().st_size)
-        if length in sizes:
-            of_file[digest(path)] |= prompts[path]
+    for image in filter(None, prompts):
+        if isinstance(image, Path):
+            lengths.add(length := image.stat().st_size)
+            if not (length in sizes or of_any_length):
+                continue
+        of_content[content_of(image)] |= prompts[image]
 
-    def prompts_with(image: Path | PackedImage) -> set[str] | None:
-        """Prompts of an image of the training data; None if it is none."""
-        if isinstance(image, PackedImage):
-            return prompts.get(image)
-        return of_file.get(digest(image)) if image.stat().st_size in lengths else None
+    def may_be_known(image: Path | PackedImage) -> bool:
+        return of_any_length or isinstance(image, PackedImage) or image.stat().st_size in lengths
 
     def is_trained_on(item: ItemFiles) -> bool:
         if not asked[item.id]:
             return _plain(item.prompt) in prompts.get(None, ())
-        found = [known for known in map(prompts_with, asked[item.id]) if known is not None]
+        contents = {*(content_of(image) for image in asked[item.id] if may_be_known(image)), item.original}
+        found = [of_content[one] for one in contents if one in of_content]
         return any(_plain(item.prompt) in known for known in found) if with_prompt else bool(found)
 
     return [item for item in evaluation.items if is_trained_on(item)]

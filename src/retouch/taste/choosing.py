@@ -34,7 +34,7 @@ class Ballot:
     choice: str = "uniform"
 
 
-Informative = Callable[[Sequence[tuple[VotedImage, VotedImage]]], Sequence[float]]
+Informative = Callable[[Sequence[tuple[VotedImage, ...]]], Sequence[float]]
 """Expected information of an answer on each pair."""
 
 
@@ -54,44 +54,57 @@ class Chooser:
         of_example: dict[str, list[VotedImage]] = {}
         for image in images:
             of_example.setdefault(image.example, []).append(image)
-        pairs = {example: [*filter(_is_pair, combinations(ones, 2))] for example, ones in of_example.items()}
-        self._pairs = {example: found for example, found in pairs.items() if found}
+        self._questions: dict[str, list[tuple[VotedImage, ...]]] = {
+            example: [(one,) for one in ones] if alone else [*filter(_is_pair, combinations(ones, 2))]
+            for example, ones in of_example.items()
+        }
 
     def total(self) -> int:
         """Number of different questions."""
-        return len(self._images) if self._alone else sum(map(len, self._pairs.values()))
+        return sum(map(len, self._questions.values()))
+
+    def left(self, votes: Sequence[Vote]) -> int:
+        """Number of the questions that a voter with these votes was not asked."""
+        return sum(map(len, self._unasked(votes).values()))
+
+    def answered(self, votes: Sequence[Vote]) -> list[Vote]:
+        """The votes that are answers to questions about these images."""
+        return [
+            v for v in votes if (v.right is None) == self._alone and {i.key for i in v.images} <= self._images.keys()
+        ]
 
     def next(self, voter: str, votes: Sequence[Vote]) -> Ballot | None:
         """The next question to a voter with these votes; None if each was asked."""
         draw = random.Random(derive_seed("vote", self._seed, voter, len(votes)))
         if (again := self._repetition(votes, draw)) is not None:
             return again
-        asked = {frozenset(image.key for image in vote.images) for vote in votes}
-        if self._alone:
-            left = [image for key, image in self._images.items() if frozenset([key]) not in asked]
-            return Ballot(draw.choice(left)) if left else None
-        open_pairs = {
-            example: kept
-            for example, pairs in self._pairs.items()
-            if (kept := [pair for pair in pairs if frozenset((pair[0].key, pair[1].key)) not in asked])
-        }
-        if not open_pairs:
+        unasked = self._unasked(votes)
+        if not unasked:
             return None
         seen = Counter(vote.left.example for vote in votes)
-        fewest = min(seen[example] for example in open_pairs)
-        spread = [pair for example, pairs in open_pairs.items() if seen[example] == fewest for pair in pairs]
+        fewest = min(seen[example] for example in unasked)
+        spread = [one for example, questions in unasked.items() if seen[example] == fewest for one in questions]
         told = self._informative(spread) if self._informative is not None else ()
-        pair = max(zip(told, spread, strict=True), key=lambda one: one[0])[1] if told else draw.choice(spread)
-        left, right = draw.sample(pair, 2)
-        return Ballot(left, right, choice="active" if told else "uniform")
+        question = max(zip(told, spread, strict=True), key=lambda one: one[0])[1] if told else draw.choice(spread)
+        left, *right = draw.sample(question, len(question))
+        return Ballot(left, *right, choice="active" if told else "uniform")
+
+    def _unasked(self, votes: Sequence[Vote]) -> dict[str, list[tuple[VotedImage, ...]]]:
+        """Example -> its questions that no vote answers; without examples that have none."""
+        asked = {frozenset(image.key for image in vote.images) for vote in votes}
+        unasked = {
+            example: [one for one in questions if frozenset(image.key for image in one) not in asked]
+            for example, questions in self._questions.items()
+        }
+        return {example: questions for example, questions in unasked.items() if questions}
 
     def _repetition(self, votes: Sequence[Vote], draw: random.Random) -> Ballot | None:
         """A pair of long ago in which left and right change places; single images are not repeated."""
         if self._alone or draw.random() >= REPEATED:
             return None
         done = {vote.repeats for vote in votes}
-        old = [v for v in votes[:-_APART] if v.right is not None and v.repeats is None and v.number not in done]
-        known = [v for v in old if v.right is not None and {v.left.key, v.right.key} <= self._images.keys()]
+        old = self.answered(votes[:-_APART])
+        known = [v for v in old if v.right is not None and v.repeats is None and v.number not in done]
         if not known:
             return None
         vote = draw.choice(known)

@@ -10,8 +10,9 @@ from typing import Any
 
 from retouch.config import load_run
 from retouch.data.base import DataError
-from retouch.data.dataset import load_dataset
+from retouch.data.dataset import load_dataset, read_item
 from retouch.data.discover import CAPTIONS, MASKS
+from retouch.data.identity import content_of
 from retouch.data.lists import SUFFIXES, entries_of, read_text, suffix_of
 from retouch.errors import ConfigError, ImageProblem
 from retouch.files.disk import is_file
@@ -30,7 +31,7 @@ _MASK = re.compile(rf"(.+)[_.-](?:{'|'.join(MASKS)})", re.IGNORECASE)
 SAMPLES = "samples.jsonl"
 """The list that `retouch sample --for-votes` writes into the folder of its images."""
 
-_TEXTS = ("prompt", "text", "weights")
+_TEXTS = ("prompt", "text", "weights", "original")
 
 
 def images_to_vote_on(path: Path, beside: Path, *, trust: bool = False) -> list[VotedImage]:
@@ -111,7 +112,7 @@ def _of_folder(path: Path) -> Iterator[VotedImage]:
 def _of_run(run: Path, beside: Path, trust: bool) -> Iterator[VotedImage]:
     """The images that evaluations kept."""
     config = load_run(run / "config.yaml", trust=trust)
-    data = load_dataset(config.evaluation.data or config.data, "evaluation.data")
+    data = load_dataset(config.evaluation.data or config.data, "evaluation.data").each_once
     name = run.resolve().name
     written, counts = beside / f"{name}-inputs", images_of(read_metrics(run / "metrics.jsonl"))
     inputs: dict[int, Mapping[str, Any]] = {}
@@ -128,10 +129,10 @@ def _of_run(run: Path, beside: Path, trust: bool) -> Iterator[VotedImage]:
 
 def _inputs(data: Any, number: int, written: Path) -> Mapping[str, Any]:
     """Prompt, source and mask of an example; the images as the run reads them, written below `written`."""
-    example = next((data[i] for i, item in enumerate(data.items) if item.id == number), None)
-    if example is None:
+    item = next((item for item in data.items if item.id == number), None)
+    if item is None:
         raise ConfigError(f"evaluation.data no longer has example {number}; give the data of the run")
-    files = dict[str, Path]()
+    example, files = read_item(item, data.config)[0], dict[str, Path]()
     for name in ("source", "mask"):
         if (image := getattr(example, name)) is not None:
             written.mkdir(parents=True, exist_ok=True)
@@ -139,4 +140,4 @@ def _inputs(data: Any, number: int, written: Path) -> Mapping[str, Any]:
             files[name] = written / f"{number:05d}-{name}-{digest}.png"
             if not files[name].exists():
                 image.save(files[name])
-    return {"prompt": example.prompt, **files}
+    return {"prompt": example.prompt, "original": content_of(item.source_path), **files}

@@ -24,7 +24,7 @@ class Information:
         self._features, self._file = features, file
         self._fitted: tuple[int, Floats, Floats] | None = None
 
-    def __call__(self, pairs: Sequence[tuple[VotedImage, VotedImage]]) -> Sequence[float]:
+    def __call__(self, pairs: Sequence[tuple[VotedImage, ...]]) -> Sequence[float]:
         weights, covariance = self._fit()
         rows = self._features.components[[[self._features.keys[one.key] for one in pair] for pair in pairs]]
         difference = rows[:, 0] - rows[:, 1]

@@ -28,7 +28,9 @@ from retouch.errors import ConfigError, ImageProblem
 from retouch.imaging.masks import read_mask
 from retouch.imaging.reading import open_image, to_rgb
 from retouch.observe.loopback import LoopbackHandler, LoopbackServer, open_on
+from retouch.process.plain_text import count_of
 from retouch.taste.choosing import Ballot, Chooser, Informative
+from retouch.taste.fitting import MIN_EXAMPLES
 from retouch.taste.images import images_to_vote_on
 from retouch.taste.likelihood import PAIR_ANSWERS, SINGLE_ANSWERS, Answer
 from retouch.taste.votes import Vote, VotedImage, VoteFile
@@ -46,6 +48,7 @@ class Labelling:
 
     Attributes:
         goal: number of votes of a voter that the page counts towards.
+        of_run: whether the images are of a run's evaluations, whose examples are held out.
     """
 
     images: Sequence[VotedImage]
@@ -53,6 +56,7 @@ class Labelling:
     chooser: Chooser
     alone: bool
     goal: int
+    of_run: bool = False
     _open: dict[str, tuple[str, Ballot]] = field(default_factory=dict[str, tuple[str, Ballot]])
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -66,9 +70,10 @@ class Labelling:
             votes = self.votes.of(voter)
             if voter not in self._open and (question := self.chooser.next(voter, votes)) is not None:
                 self._open[voter] = secrets.token_urlsafe(8), question
-            repeated = sum(vote.repeats is not None for vote in votes)
+            answered = self.chooser.answered(votes)  # the file may hold votes on other images
+            repeated = sum(vote.repeats is not None for vote in answered)
             goal = min(self.goal, self.chooser.total() + repeated)
-            told = {"votes": len(votes), "goal": goal, "alone": self.alone}
+            told = {"votes": len(answered), "goal": goal, "alone": self.alone}
             if voter not in self._open:
                 return {**told, "question": None}
             name, question = self._open[voter]
@@ -90,10 +95,8 @@ class Labelling:
     def undo(self, voter: str) -> dict[str, Any]:
         """Take back the last vote of a voter and ask it again; not one on other images, or of the other kind."""
         with self._changing:
-            last = [*self.votes.of(voter)[-1:]]
-            can_ask = all(image.key in self._numbers for one in last for image in one.images)
-            can_ask = can_ask and all((one.right is None) == self.alone for one in last)
-            if can_ask and (vote := self.votes.undo(voter)) is not None:
+            last = self.votes.of(voter)[-1:]
+            if self.chooser.answered(last) == last and (vote := self.votes.undo(voter)) is not None:
                 again = Ballot(vote.left, vote.right, vote.repeats, vote.choice)
                 self._open[voter] = secrets.token_urlsafe(8), again
         return self.state(voter)
@@ -119,9 +122,12 @@ def open_labelling(
         active: image encoder by whose features the questions are chosen; None: at random.
 
     Raises:
-        ConfigError: nothing to ask, no JSONL file, or another process has these votes open.
+        ConfigError: nothing to ask, no JSONL file, options that exclude each other, or another process has these votes
+            open.
         DataError: no images, or a file of something else.
     """
+    if alone and active is not None:
+        raise ConfigError("--active: given with --alone, which asks about each image once; leave one of them out")
     if suffix_of(votes) != ".jsonl":
         raise ConfigError(f"--votes: given {votes}; expected a name that ends in .jsonl, by which it is read")
     votes.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +147,7 @@ def open_labelling(
                 f"{images}: {len(found)} images, and no two of one example; vote on single ones with --alone, or add "
                 "images of other seeds or weights"
             )
-        yield Labelling(found, file, chooser, alone, goal)
+        yield Labelling(found, file, chooser, alone, goal, (images / "config.yaml").is_file())
     finally:
         lock.release()
 
@@ -154,16 +160,30 @@ def _informative(images: Sequence[VotedImage], file: VoteFile, extractor: str) -
     return Information(features_of(images, Extractor(extractor))[0], file)
 
 
+def progress(labelling: Labelling) -> list[str]:
+    """Lines on the number of votes in the file, and of the questions that each voter has left."""
+    votes, chooser = labelling.votes.all(), labelling.chooser
+    voters = {vote.voter: labelling.votes.of(vote.voter) for vote in votes} or {"each voter": []}
+    kind = "images" if labelling.alone else "pairs"
+    left = [f"{name}: {chooser.left(own):,} of {chooser.total():,} {kind} left" for name, own in voters.items()]
+    examples = {vote.left.example for vote in votes}
+    return [f"{labelling.votes.path}: {count_of(len(votes), 'vote')} on {count_of(len(examples), 'example')}", *left]
+
+
 def what_next(labelling: Labelling) -> list[str]:
     """The commands that the votes are for."""
-    path, votes = labelling.votes.path, labelling.votes.all()
+    path, votes = shlex.quote(str(labelling.votes.path)), labelling.votes.all()
     if not votes:
-        return [f"{path}: no votes"]
-    told = [f"{path}: {len(votes)} votes", f"retouch reward fit {shlex.quote(str(path))} --config RUN.yaml"]
+        return []
+    told = [f"retouch reward fit {path} --config RUN.yaml"]
+    if (examples := len({vote.left.example for vote in votes})) < MIN_EXAMPLES:
+        told = [f"a reward needs votes on {MIN_EXAMPLES} examples, and these are on {examples}"]
+    if labelling.of_run:
+        return [*told, "DPO and KTO train on images of `retouch sample --for-votes`; those of evaluations are held out"]
     images = [image for vote in votes for image in vote.images]
     if not all(image.prompt and (image.source or not image.mask) for image in images):
         return [*told, "DPO and KTO need the prompt of each image, and a source with each mask; vote on a list of them"]
-    data = f"data.format=votes data.path={shlex.quote(str(path))}"
+    data = f"data.format=votes data.path={path}"
     if any(vote.answer in ("left", "right") for vote in votes):
         told.append(f"retouch train RUN.yaml algorithm.name=dpo algorithm.pairs=offline {data}")
     return [*told, f"retouch train RUN.yaml algorithm.name=kto data.votes_as=labels {data}"]

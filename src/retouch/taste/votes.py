@@ -46,6 +46,7 @@ class VotedImage:
         sha256: of the image's file.
         example: what two images must share to be a pair.
         weights: which weights made it, in words.
+        original: as of `ItemFiles`.
     """
 
     image: Path
@@ -57,6 +58,7 @@ class VotedImage:
     mask: Path | None = None
     seed: int | None = None
     weights: str = ""
+    original: str = ""
 
     @property
     def key(self) -> str:
@@ -194,7 +196,7 @@ def _vote_of(entry: Mapping[str, Any], root: Path) -> Vote:
 
 def _image_of(entry: Mapping[str, Any], root: Path) -> VotedImage:
     files = {name: root / entry[name] for name in ("image", "source", "mask") if entry.get(name)}
-    texts = {name: str(entry[name]) for name in ("sha256", "example", "prompt", "weights") if name in entry}
+    texts = {name: str(entry[name]) for name in ("sha256", "example", "prompt", "weights", "original") if name in entry}
     return VotedImage(**files, **texts, text=entry.get("text"), seed=entry.get("seed"))  # pyright: ignore
 
 
@@ -204,7 +206,7 @@ def line_of(vote: Vote, root: Path) -> dict[str, Any]:
     def image(one: VotedImage | None) -> dict[str, Any] | None:
         if one is None:
             return None
-        known = {name: value for name, value in asdict(one).items() if value is not None}
+        known = {k: v for k, v in asdict(one).items() if v is not None and (v or k != "original")}
         return {k: _relative(v, root) if isinstance(v, Path) else v for k, v in known.items()}
 
     about = {"repeats": vote.repeats, "choice": vote.choice, "time": vote.time}

@@ -177,7 +177,7 @@ def build(config: RunConfig) -> Run:
         policy=policy,
         data=data,
         warmup_data=warmup,
-        eval_data=held_out or data,
+        eval_data=(held_out or data).each_once,
         eval_is_held_out=apart,
         rewards=rewards,
         dir=run_dir,

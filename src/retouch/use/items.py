@@ -60,9 +60,11 @@ class SampleRequest:
         boxes: (left, top, right, bottom) in pixels to repaint, instead of masks.
         invert_mask: as `data.invert_mask`; None: the run's.
         crop: part of a masked source passed to the model. "auto": in sources with more pixels than the model's
-            size, a box around the mask with at least as many; the whole image with an explicit `fit` and for editing
-            models. "mask": always a box around the mask, enlarged if it is smaller. "none": what `fit` shows.
+            size, a box around the mask with at least as many; the whole image with an explicit `fit`, `for_votes` and
+            for editing models. "mask": always a box around the mask, enlarged if it is smaller. "none": what `fit`
+            shows.
         context: margin of that box on each side, as a share of the mask box's longer side.
+        for_votes: list the samples in samples.jsonl of their folder, which other runs may have begun.
     """
 
     data: Path | None = None
@@ -82,11 +84,12 @@ class SampleRequest:
     crop: str = "auto"
     context: float = 0.25
     more_images: tuple[Path | Image.Image, ...] = ()
+    for_votes: bool = False
 
 
 def mask_crop(config: RunConfig, request: SampleRequest) -> MaskCrop | None:
     """How sources are cropped around their masks; None: not at all."""
-    whole = request.fit is not None or config.model.spec.edits
+    whole = request.fit is not None or request.for_votes or config.model.spec.edits
     if request.crop == "none" or (request.crop == "auto" and whole):
         return None
     return MaskCrop(request.context, enlarge=request.crop == "mask")
@@ -256,6 +259,11 @@ def _check_crop(config: RunConfig, request: SampleRequest) -> None:
     allowed = get_args(Crop)
     if request.crop not in allowed:
         raise ConfigError(f"--crop: given {request.crop!r}; {nearest(request.crop, allowed)}")
+    if request.crop == "mask" and request.for_votes:
+        raise ConfigError(
+            "--crop: given mask, but --for-votes lists images to train on, and training passes whole images to the "
+            "model; leave --crop out, or vote on crops in a folder sampled without --for-votes"
+        )
     if request.crop == "mask" and config.algorithm.trains_text_encoder:
         raise ConfigError("--crop: given mask, but a vlm_grpo run generates whole images; leave --crop out")
     if not 0 <= request.feather <= _WIDEST_EDGE:
@@ -285,13 +293,13 @@ def examples_of(
     needs = needed_pictures(config, training=False, scored=scored)
     load = partial(load_dataset, check_prompts=PromptCheck(config))
     if reference is None:
-        found = load(section, purpose, needs)
+        found = load(section, purpose, needs).each_once
         require_more_images(config, purpose, found.items)
         return found
     file = _file(reference, "reference")
     assert file is not None
     to_rgb(open_image(file))  # one message, not one for each item
-    found = load(section, purpose, needs - {"reference"})
+    found = load(section, purpose, needs - {"reference"}).each_once
     require_more_images(config, purpose, found.items)
     return Dataset(section, [replace(item, reference_path=file) for item in found.items])
 

@@ -19,7 +19,7 @@ from retouch.algorithms.vlm_grpo.use import sample_trained
 from retouch.config import RunConfig
 from retouch.data.base import DataSection, ItemFiles
 from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
-from retouch.data.identity import files_of
+from retouch.data.identity import content_of, files_of
 from retouch.data.sampler import derive_seed
 from retouch.errors import ConfigError
 from retouch.files.complete import COMPLETE
@@ -50,8 +50,6 @@ def sample_to_folder(
     chosen: tuple[DataSection, list[ItemFiles]],
     out: Path,
     load: Callable[..., Loaded] = Loaded,
-    *,
-    for_votes: bool = False,
 ) -> list[Path]:
     """Write samples as PNGs with the size and name of their sources -> their paths. Pixels outside the mask stay, and
     no file is overwritten.
@@ -59,13 +57,12 @@ def sample_to_folder(
     Args:
         chosen: `items_to_sample` of the request.
         load: returns the model of the run, with the arguments of `Loaded`; not called for vlm_grpo.
-        for_votes: also list them in samples.jsonl of the folder, which other runs may have begun.
     """
     section, items = chosen
     make_folder(out)
     free = free_paths(items, out, request.count)
     if trained.config.algorithm.trains_text_encoder:
-        if for_votes:
+        if request.for_votes:
             raise ConfigError("--for-votes: this run has trained a text encoder; label the folder of its samples")
         data = Dataset(section, items)
         return sample_trained(trained.config, data, trained.newest, request.seed, request.count, request.steps, free)
@@ -75,10 +72,10 @@ def sample_to_folder(
     loaded.load(trained.newest)
     written: list[Path] = []
     for item, images in generated(loaded, items, section, request):
-        inputs = inputs_for_votes(out, item, section) if for_votes else {}
+        inputs = inputs_for_votes(out, item, section) if request.for_votes else {}
         for number, image in enumerate(images):
             written.append(write_new_png(image, partial(free, item.id)))
-            if for_votes:
+            if request.for_votes:
                 seed = derive_seed("sample", request.seed, item.id, number)
                 list_for_votes(out, written[-1], item, inputs, trained, seed)
     return written
@@ -104,7 +101,9 @@ def inputs_for_votes(out: Path, item: ItemFiles, section: DataSection) -> dict[s
             found[name] = out / "inputs" / f"{digest}-{name}.png"
             found[name].parent.mkdir(exist_ok=True)
             image.save(found[name])
-    return {name: str(path.resolve()) for name, path in found.items()}
+    copied = item.source_path is not None and found["source"] != item.source_path
+    told = {"original": content_of(item.source_path)} if copied else {}
+    return {name: str(path.resolve()) for name, path in found.items()} | told
 
 
 def list_for_votes(

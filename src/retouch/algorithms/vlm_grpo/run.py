@@ -162,7 +162,9 @@ def build_run(config: RunConfig, device: Any, world_size: int, *, main: bool) ->
     apart = require_held_out(config, held_out, data)
     choose_kernels(torch.device(device), config.training)
     clock = stopwatch(torch.device(device).type)
-    return run_with_networks(config, device, derived, data, held_out or data, rewards, run_dir, clock, apart)
+    return run_with_networks(
+        config, device, derived, data, (held_out or data).each_once, rewards, run_dir, clock, apart
+    )
 
 
 def run_with_networks(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
+from retouch.data.identity import digest, paths
 from retouch.data.lists import entries_of, suffix_of
 from retouch.data.remote import local_path
 from retouch.data.sampler import derive_seed
@@ -66,6 +69,18 @@ class VotesData(ImageSection):
             for vote, k, image, more in found
         ]
 
+    def each_once(self, items: Sequence[ItemFiles]) -> list[ItemFiles]:
+        """Each prompt, text, source and mask once, whatever the number of votes on its samples. Its id follows from
+        them: evaluations before and after more votes have the same examples."""
+        digests, first = dict[Path, str](), dict[int, ItemFiles]()
+        for item in items:
+            files = paths([item.source_path, item.mask_path])
+            digests |= {path: digest(path) for path in files if path not in digests}
+            told = [item.prompt, item.metadata.get("text"), *(digests[path] for path in files)]
+            number = _id("voted", json.dumps(told))
+            first.setdefault(number, replace(item, id=number))
+        return [*first.values()]
+
     def _pairs(self, vote: Vote) -> Iterator[tuple[VotedImage, dict[str, Any]]]:
         if (sides := _decided(vote)) is None:
             return
@@ -81,7 +96,11 @@ def _name(vote: Vote) -> str:
 
 def id_of(vote: Vote, part: int) -> int:
     """Id of an example that a vote gives: it does not change when other votes are added or taken back."""
-    return derive_seed("vote", vote.voter, vote.number, part) >> 11  # a number that JSON keeps everywhere
+    return _id("vote", vote.voter, vote.number, part)
+
+
+def _id(*parts: int | str) -> int:
+    return derive_seed(*parts) >> 11  # a number that JSON keeps everywhere
 
 
 def _decided(vote: Vote) -> tuple[VotedImage, VotedImage] | None:
@@ -111,7 +130,5 @@ def _item(name: str, image: VotedImage, number: int, more: dict[str, Any], wrong
     text = {} if image.text is None else {"text": image.text}
     metadata = {**text, **more.pop("metadata", {})}
     # its mask is white where to repaint, as the reward reads it, whatever the data were that it comes from
-    made = image.mask is not None
-    return ItemFiles(
-        number, image.prompt, image.source, image.mask, metadata=metadata, mask_is_made=made, name=name, **more
-    )
+    about = {"metadata": metadata, "mask_is_made": image.mask is not None, "name": name, "original": image.original}
+    return ItemFiles(number, image.prompt, image.source, image.mask, **about, **more)

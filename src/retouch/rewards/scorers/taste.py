@@ -26,7 +26,7 @@ class TasteReward(RewardEntry):
     unscored = frozenset({"path", "extractor"})  # the revision has the digests of both
 
     scorer: Literal["taste"] = "taste"
-    path: Text
+    path: str
     """File of `retouch reward fit`; it names its image encoder."""
     extractor: Text | None = None
     """Hub id or folder with the same weights, if the encoder is elsewhere than it was for the fit."""
@@ -36,23 +36,26 @@ class TasteReward(RewardEntry):
 
     def check_trainable(self, run: RunConfig, key: str = "") -> None:
         super().check_trainable(run, key)
+        if self.crop != "none":
+            raise ValueError(f"{key}.crop: given {self.crop!r}, but a taste is fitted to whole images; leave it out")
         file = expanded(self.path)
         if not (self.is_made_here and file.is_file()):
             return
         from retouch.taste.head import read_taste
 
-        fitted, sizes = read_taste(file, f"{key}.path"), {*run.data.sizes}
-        if self.crop != "none":
-            raise ValueError(
-                f"{key}.crop: given {self.crop!r}, but the reward was fitted to whole images; leave it out"
-            )
-        if not {*fitted.sizes} <= sizes or fitted.fit not in (None, run.data.image_options.fit):
+        fitted, own = read_taste(file, f"{key}.path"), run.evaluation.data
+        scored = {"data": run.data} if self.role == "train" or own is None else {}
+        for name, data in (scored | ({} if own is None else {"evaluation.data": own})).items():
+            sizes = {*data.sizes}
+            if {*fitted.sizes} <= sizes and fitted.fit in (None, data.image_options.fit):
+                continue
             height, width = next(iter({*fitted.sizes} - sizes), fitted.sizes[0])
             raise ValueError(
                 f"{key}.path: given {self.path!r}, which was fitted to images of {height} x {width} (height x width)"
-                f"{'' if fitted.fit is None else f' with data.fit={fitted.fit}'}, but the run scores images of "
-                f"{' and '.join(f'{h} x {w}' for h, w in sorted(sizes)[:3])}; fit it with "
-                "`retouch reward fit VOTES --config RUN.yaml`, which reads them as the run does"
+                f"{'' if fitted.fit is None else f' with data.fit={fitted.fit}'}, but the run scores images of {name} "
+                f"of {' and '.join(f'{h} x {w}' for h, w in sorted(sizes)[:3])}; fit it with "
+                "`retouch reward fit VOTES --config RUN.yaml`, which reads them as `data` is read, and give "
+                "evaluation.data the same resolution and fit"
             )
 
     def make(self) -> TasteScorer:
