@@ -409,7 +409,7 @@ class RewardEntry(Section):
     @model_validator(mode="before")
     @classmethod
     def _has_what_only_a_server_reads(cls, given: Any) -> Any:
-        """A server has its own values of the texts that an entry must otherwise set."""
+        """A server has its own values of the texts that an entry without a url must set."""
         served = isinstance(given, Mapping) and cast("Mapping[str, Any]", given).get("url") not in (None, "auto")
         return {**dict.fromkeys(cls._required_texts(), ""), **given} if served else given
 
