@@ -25,6 +25,7 @@ from retouch.errors import ConfigError, DataError
 from retouch.taste.labelling import LabelServer, open_labelling, open_server, progress, what_next
 from retouch.taste.votes import VotedImage, read_votes
 from tests.browser import Page
+from tests.command_line import retouch
 from tests.taste.voters import drawn_image
 
 HOSTILE = "<img src=x onerror='window.hacked = 1'>"
@@ -165,6 +166,8 @@ def test_what_cannot_be_voted_on_is_refused(samples: Path, tmp_path: Path) -> No
         serving(samples, votes, alone=True, active="tiny"),
     ):
         pass
+    done = retouch("label", samples, "--extractor", "tiny")
+    assert done.code == 2 and "--extractor: given 'tiny' without --active" in done.err
     votes = tmp_path / "votes.csv"  # it would be written as JSONL, and read as a table
     refused(samples, ConfigError, "ends in .jsonl")
 

@@ -217,6 +217,7 @@ def test_the_command_says_what_the_fit_is_worth(votes: Path, tmp_path: Path) -> 
     told = json.loads(done.out)
     assert done.code == 0 and told["half"] == "second" and told["accuracy"]["low"] > 0.5
     assert 30 <= told["votes"] <= 60 and read_taste(out).noise == told["min_group_std"]
+    assert told["entry"] == f"rewards.gold={{scorer: taste, path: {out}, role: gold, cautious: true}}"
 
 
 def items_of(votes: Path, **options: object) -> list[ItemFiles]:

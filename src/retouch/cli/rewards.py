@@ -214,10 +214,11 @@ def fit(
     run = None if config is None else load_run(config, trust=trust or None)
     with writing(out):
         taste, quality = fit_reward(votes, out, extractor, run=run, voter=voter, half=cast("Any", half), device=device)
-    if as_json:
-        typer.echo(json.dumps({"out": str(out), "min_group_std": taste.noise, **taste.about}, indent=2))
-        return
     entry = f"rewards.taste={{path: {out}, min_group_std: {taste.noise:.3g}}}"
     if half == "second":
         entry = f"rewards.gold={{scorer: taste, path: {out}, role: gold, cautious: true}}"
+    if as_json:
+        told = {"out": str(out), "min_group_std": taste.noise, "entry": entry}
+        typer.echo(json.dumps({**told, **taste.about}, indent=2))
+        return
     typer.echo("\n".join([*lines_of(quality, taste.about["votes"]), f"{out}: train with {shlex.quote(entry)}"]))

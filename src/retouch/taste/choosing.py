@@ -86,8 +86,8 @@ class Chooser:
         spread = [one for example, questions in unasked.items() if seen[example] == fewest for one in questions]
         told = self._informative(spread) if self._informative is not None else ()
         question = max(zip(told, spread, strict=True), key=lambda one: one[0])[1] if told else draw.choice(spread)
-        left, *right = draw.sample(question, len(question))
-        return Ballot(left, *right, choice="active" if told else "uniform")
+        left, right, *_ = *draw.sample(question, len(question)), None
+        return Ballot(left, right, choice="active" if told else "uniform")
 
     def _unasked(self, votes: Sequence[Vote]) -> dict[str, list[tuple[VotedImage, ...]]]:
         """Example -> its questions that no vote answers; without examples that have none."""
