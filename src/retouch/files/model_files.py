@@ -189,7 +189,7 @@ def _shapes_in(file: Path) -> Shapes:
 
 
 _NO_HEADER = (ValueError, KeyError, TypeError, AttributeError)
-"""What reading the header of another file raises."""
+"""Errors of `_header` for a file that is no safetensors file."""
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
