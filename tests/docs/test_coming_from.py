@@ -216,7 +216,7 @@ def test_metrics_and_messages_of_troubleshooting_are_logged() -> None:
     source = "".join(p.read_text(encoding="utf-8") for p in (REPOSITORY / "src/retouch").rglob("*.py"))
     for kind, metric in re.findall(r"`(train|rollout)/(\w+)`", text):
         assert f'"{metric}"' in source, f"{kind}/{metric}"
-    messages = ("off policy before the first update",) * 2, ("reward-server.log", "reward-server{place}.log")
+    messages = ("off policy before the first update",) * 2, ("reward-server.log", "reward-server{gpus}{apart}.log")
     for told, written in messages:
         assert told in text
         assert written in source

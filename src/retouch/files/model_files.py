@@ -189,7 +189,7 @@ def _shapes_in(file: Path) -> Shapes:
 
 
 _NO_HEADER = (ValueError, KeyError, TypeError, AttributeError)
-"""Errors of reading a header from a file that is no safetensors file."""
+"""Errors of `_header` for a file that is no safetensors file."""
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:

@@ -38,8 +38,8 @@ def gpu_count() -> int:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Ids of the GPUs that are visible to this process, in its order: a launcher, or the control group of a job, may
-    give each process others under the same number."""
+    """Identifiers (UUID) of the GPUs that are visible to this process, by number: a launcher, or the control group of a
+    job, may give each process another one under the same number."""
     if not (count := gpu_count()):
         return ()
     import torch

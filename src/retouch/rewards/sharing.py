@@ -1,4 +1,4 @@
-"""Resources that the processes of a run share on a machine: the servers of `url: auto`, and the cache of scores."""
+"""The shared parts of the processes of a run on one machine: the servers of `url: auto`, and the cache of scores."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Gather = Callable[[Sequence[Any]], list[Any]]
 @dataclass
 class MachineShare:
     """The first process of each machine starts the servers, one per set of devices, which end when it does; the others
-    receive their addresses. Where processes see different GPUs, as with one visible to each, the server of the GPUs
-    that the run trains on has a part for each set of them, which its first process starts.
+    receive their addresses. Where different GPUs are visible to the processes, as with one to each, the server of the
+    GPUs that the run trains on has a part for each set of them, which its first process starts.
 
     Attributes:
         wanted: devices -> name -> options of the scorers that a server of the run computes there.
@@ -56,8 +56,8 @@ class MachineShare:
         if not self.wanted and not self.cached:
             return
         machine, me = this_machine(), uuid.uuid4().hex
-        gpus = visible_gpus() if self.device.startswith("cuda") else ()
-        processes = gather([(machine, me, self.device, gpus)])
+        visible = visible_gpus() if self.device.startswith("cuda") else ()
+        processes = gather([(machine, me, self.device, visible)])
         apart = machine.among({one for one, *_ in processes})  # several machines may share the run directory
         if self.cached and self.log_dir is not None:
             self.cache = ScoreCache(self.log_dir / f"rewards{apart}.sqlite")
@@ -77,9 +77,9 @@ class MachineShare:
                 trained_on = [device for _, device in [*seeing.values()][part]]
                 for devices, scorers in mine.items():
                     one_each = instances(devices, trained_on)
-                    place = "" if devices == CPU else f"-gpu-{serve_argument(one_each).replace(',', '-')}"
-                    place += f"-part-{part + 1}{apart}" if part else apart
-                    log = self._log_dir() / f"reward-server{place}.log"
+                    gpus = "" if devices == CPU else f"-gpu-{serve_argument(one_each).replace(',', '-')}"
+                    gpus += f"-part-{part + 1}" if part else ""
+                    log = self._log_dir() / f"reward-server{gpus}{apart}.log"
                     self._servers.append(LocalServer(scorers, log, one_each, self.spending))
                 urls = {devices: server.urls() for devices, server in zip(mine, self._servers, strict=True)}
         except (ConfigError, OSError) as error:  # reported below: the other processes wait in gather

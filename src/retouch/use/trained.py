@@ -79,7 +79,7 @@ class Trained:
 
     @classmethod
     def _given(cls, config: RunConfig, weights: Path, raw: bool | None, run: Path | None) -> Trained:
-        """The weights of a checkpoint, a folder or a file; those in no checkpoint are the end of the run."""
+        """Weights of a checkpoint, a folder or a file; those that lie in no checkpoint are the end of the run."""
         name, chosen = "trained", _chosen(weights, config, raw)
         checkpoint = next((one for one in (weights, *weights.parents[:2]) if (one / "state.json").is_file()), None)
         by_rl = has_rl(config) if checkpoint is None else _stage(checkpoint, config) == _AFTER_RL
