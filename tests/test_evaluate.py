@@ -17,7 +17,6 @@ from retouch.data.formats import FACETS
 from retouch.observe import Stopwatch
 from retouch.observe.statistics import MIN_EXAMPLES, bootstrap_intervals, paired_difference, student
 from retouch.rewards.client.config import RewardClientConfig
-from retouch.rewards.scorers.fn import FnReward
 from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.table import RewardTable
 from retouch.training import evaluations
@@ -126,21 +125,6 @@ def test_gold_is_compared_with_rewards_that_train_by_their_value_or_their_gradie
     }
     found = evaluations.optimized(RewardTable(table, RewardClientConfig()))
     assert found == {"valued": 0.5, "followed": 4.0, "both": 3.0}
-
-
-def test_gold_guards_the_rewards_of_its_scorer_and_all_without_any() -> None:
-    table = {
-        "own": FnReward(fn="a:one", weight=0.5),
-        "other": FnReward(fn="b:one"),
-        "served": FnReward(url="http://127.0.0.1:9"),
-        "logged": FnReward(fn="c:one", weight=0.0),
-        **{name: FnReward(fn=f"{name}:one", role="gold") for name in ("a", "c")},
-        "far": FnReward(url="http://127.0.0.1:9", role="gold"),
-    }
-    rewards = RewardTable(table, RewardClientConfig())
-    assert evaluation.guarded(rewards, "a") == {"own": 0.5}
-    for gold in ("c", "far"):
-        assert evaluation.guarded(rewards, gold) == {"own": 0.5, "other": 1.0, "served": 1.0}
 
 
 def test_a_kind_that_is_no_word_or_number_is_left_out() -> None:

@@ -41,14 +41,14 @@ BEFORE = rows([0.1, 0.2, 0.3, 0.2] * 2, [0.9, 0.8, 0.9, 0.7] * 2)
 
 def gold_falls(now: list[dict[str, Any]], earlier: int = 1) -> str | None:
     """The alarm beside `BEFORE`, the best of so many evaluations."""
-    pairs = gold_comparisons([BEFORE], now, {"gold": WEIGHTS})
-    return pairs["gold"].alarm("gold", gold_level(earlier), "proxy") if pairs else None
+    pairs = gold_comparisons([BEFORE], now, WEIGHTS, ["gold"])
+    return pairs["gold"].alarm("gold", gold_level(earlier)) if pairs else None
 
 
 def test_a_proxy_that_rises_while_gold_falls() -> None:
     now = rows([0.5, 0.6, 0.6, 0.7] * 2, [0.4, 0.4, 0.3, 0.3] * 2)
     assert gold_falls(now) == (
-        "proxy rose by 0.8, but gold, which is not trained on, fell by 0.475: this may be reward hacking"
+        "the trained rewards rose by 0.8, but gold, which is not trained on, fell by 0.475: this may be reward hacking"
     )
 
 
@@ -65,15 +65,6 @@ def test_what_is_no_fall_of_gold(proxy: list[float | None], gold: list[float | N
     assert gold_falls(rows(proxy * 2, gold * 2)) is None
 
 
-def test_what_another_reward_loses_does_not_hide_that_a_guarded_one_is_exploited() -> None:
-    """The sum of both falls: no alarm of a gold reward that guards both."""
-    first = rows([0.1] * 12, [0.9] * 12, other=1.0)
-    now = rows([0.6] * 12, [0.4] * 12, other=0.2)
-    [alarm] = evaluation_alarms([first], now, {"gold": {"proxy": 1.0}})
-    assert alarm.of_gold and alarm.text.startswith("proxy rose by 0.5, but gold,")
-    assert evaluation_alarms([first], now, {"gold": {"proxy": 1.0, "other": 1.0}}) == []
-
-
 def test_only_pairs_of_one_image_are_compared() -> None:
     now = rows([0.5, 0.6, 0.6, 0.7] * 2, [0.4, 0.4, 0.3, 0.3] * 2)
     assert gold_falls([{**row, "example": row["example"] + 10} for row in now]) is None
@@ -83,7 +74,7 @@ def test_only_pairs_of_one_image_are_compared() -> None:
 def test_five_examples_raise_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     now = rows([0.5, 0.6, 0.6, 0.7, 0.6], [0.4, 0.4, 0.3, 0.3, 0.4])
     assert gold_falls(now) is None
-    evaluation_alarms([BEFORE], now, {"gold": WEIGHTS})
+    evaluation_alarms([BEFORE], now, WEIGHTS, ["gold"])
     assert "gold: no alarm, because" in caplog.text and "set evaluation.num_examples to 6 or more" in caplog.text
 
 
@@ -118,15 +109,15 @@ def test_gold_of_0_and_1_raises_no_false_alarms() -> None:
         gold = source.integers(0, 2, (41, 6)).astype(np.float64)
         alarms += any(falls(gold[:k][gold[:k].mean(1).argmax()] - gold[k], k) for k in range(1, 41))
     assert alarms <= 0.05 * 200
-    assert GoldPairs(range(6), [1.0] * 6, [1.0] * 6).alarm("gold", gold_level(1), "proxy") is not None  # 1 / 64 < .025
-    assert GoldPairs(range(6), [1.0] * 6, [1.0] * 6).alarm("gold", gold_level(2), "proxy") is None
+    assert GoldPairs(range(6), [1.0] * 6, [1.0] * 6).alarm("gold", gold_level(1)) is not None  # 1 / 64 < .025
+    assert GoldPairs(range(6), [1.0] * 6, [1.0] * 6).alarm("gold", gold_level(2)) is None
     assert GoldPairs(range(6), [1.0] * 6, [1.0] * 6).detectable_fall(gold_level(1)) is None  # of an unknown spread
 
 
 def falls(differences: np.ndarray[Any, Any], earlier: int) -> bool:
     examples = range(len(differences))
     pairs = GoldPairs(examples, [1.0] * len(examples), list(differences))
-    return pairs.alarm("gold", gold_level(earlier), "proxy") is not None
+    return pairs.alarm("gold", gold_level(earlier)) is not None
 
 
 @pytest.mark.parametrize(("examples", "earlier"), [(8, 1), (32, 1), (32, 10), (128, 40)])
@@ -145,8 +136,8 @@ def test_gold_is_compared_with_its_best_and_statistics_with_the_first() -> None:
     first = rows([0.1] * 12, [0.5] * 12, **{"picture.saturation": 0.2, "picture.nearest": 0.4})
     best = rows([0.3] * 12, [0.9] * 12, **{"picture.saturation": 0.3, "picture.nearest": 0.3})
     now = rows([0.6] * 12, [0.6] * 12, **{"picture.saturation": 0.5, "picture.nearest": 0.1})
-    assert evaluation_alarms([], now, {"gold": WEIGHTS}) == []
-    gold, *rest = evaluation_alarms([first, best], now, {"gold": WEIGHTS})
+    assert evaluation_alarms([], now, WEIGHTS, ["gold"]) == []
+    gold, *rest = evaluation_alarms([first, best], now, WEIGHTS, ["gold"])
     assert gold.of_gold and "fell by 0.3" in gold.text
     assert rest == [
         Alarm("saturation of the images was 0.2 and is 0.5"),

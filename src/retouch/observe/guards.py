@@ -136,8 +136,8 @@ class GoldPairs:
         """Whether there are enough examples for a verdict."""
         return len(set(self.examples)) >= MIN_EXAMPLES
 
-    def alarm(self, gold: str, level: float, trained: str) -> str | None:
-        """The alarm for the rewards `trained` that rise while gold falls; the intervals of both exclude 0."""
+    def alarm(self, gold: str, level: float) -> str | None:
+        """The alarm for trained rewards that rise while gold falls; the intervals of both exclude 0."""
         if self._as_by_chance(level):
             return None
         zeros = [0.0] * len(self.examples)
@@ -146,8 +146,8 @@ class GoldPairs:
         if rise[1] <= 0 or fall[1] <= 0:
             return None
         return (
-            f"{trained} rose by {rise[0]:.3g}, but {gold}, which is not trained on, fell by {fall[0]:.3g}: this may be "
-            "reward hacking"
+            f"the trained rewards rose by {rise[0]:.3g}, but {gold}, which is not trained on, fell by {fall[0]:.3g}: "
+            "this may be reward hacking"
         )
 
     def _as_by_chance(self, level: float) -> bool:
@@ -166,16 +166,12 @@ class GoldPairs:
 
 
 def gold_comparisons(
-    earlier: Sequence[Sequence[Row]], now: Sequence[Row], gold: Mapping[str, dict[str, float]]
+    earlier: Sequence[Sequence[Row]], now: Sequence[Row], weights: dict[str, float], gold: Sequence[str]
 ) -> dict[str, GoldPairs]:
-    """Each gold reward beside the evaluation in which it was highest, if both have enough examples.
-
-    Args:
-        gold: weights of the trained rewards that each one guards.
-    """
+    """Each gold reward beside the evaluation in which it was highest, if both have enough examples."""
     pairs = {
         name: GoldPairs.of(max(earlier, key=lambda rows, n=name: _mean(rows, n)), now, weights, name)
-        for name, weights in gold.items()
+        for name in gold
         if earlier
     }
     return {name: one for name, one in pairs.items() if one.enough}
@@ -277,32 +273,29 @@ def score_drifts(
 
 
 def evaluation_alarms(
-    earlier: Sequence[Sequence[Row]], now: Sequence[Row], gold: Mapping[str, dict[str, float]]
+    earlier: Sequence[Sequence[Row]], now: Sequence[Row], weights: dict[str, float], gold: Sequence[str]
 ) -> list[Alarm]:
     """The alarms of an evaluation.
 
     Args:
         earlier: rows of the evaluations before, oldest first; statistics are compared with the first.
-        gold: weights of the trained rewards that each gold reward guards.
     """
     if not earlier:
         return []
     level = gold_level(len(earlier), max(1, len(gold)))
-    compared = gold_comparisons(earlier, now, gold)
+    compared = gold_comparisons(earlier, now, weights, gold)
     if len(earlier) == 1 and (unjudged := [name for name in gold if name not in compared]):
         logger.warning(
-            "%s: no alarm, because fewer than %d examples have its values and those of the rewards that it guards in "
-            "both evaluations; set evaluation.num_examples to %d or more",
+            "%s: no alarm, because fewer than %d examples have its values and all trained rewards in both evaluations; "
+            "set evaluation.num_examples to %d or more",
             ", ".join(unjudged),
             MIN_EXAMPLES,
             MIN_EXAMPLES,
         )
-    guarded = {name: " + ".join(gold[name]) for name in compared}
-    of_gold = [pairs.alarm(name, level, guarded[name]) for name, pairs in compared.items()]
+    of_gold = [pairs.alarm(name, level) for name, pairs in compared.items()]
     for name, pairs in compared.items():
         if (fall := pairs.detectable_fall(level)) is not None:
-            text = "%s: where %s rises, a fall of %.3g raises the alarm in 8 of 10"
-            logger.info(text, name, guarded[name], fall)
+            logger.info("%s: where the trained rewards rise, a fall of %.3g raises the alarm in 8 of 10", name, fall)
     found: list[str | None] = []
     for name in ("saturation", "sharpness", "jpeg_bits"):
         key = PREFIX + name

@@ -142,7 +142,7 @@ def record_evaluation(
         logger.info("since step %d: %s", first, one.text())
     found = Findings()
     if compared_from is not None:
-        alarms = evaluation_alarms([*earlier.values()], result.rows, {name: guarded(rewards, name) for name in gold})
+        alarms = evaluation_alarms([*earlier.values()], result.rows, optimized(rewards), gold)
         found = Findings(alarms, _plateau(run, {**earlier, step: result.rows}))
     save_evaluation(result, folder / f"step-{step:06d}", images)
     return found
@@ -177,14 +177,6 @@ def optimized(rewards: RewardTable) -> dict[str, float]:
     """Weights of the rewards that evaluations score and training optimizes, by advantages or by gradients."""
     weights = {name: rewards.weights[name] + rewards.entries[name].gradient_weight for name in rewards.trained}
     return {name: weight for name, weight in weights.items() if weight and name in rewards.evaluated}
-
-
-def guarded(rewards: RewardTable, gold: str) -> dict[str, float]:
-    """Weights of the optimized rewards that a gold reward guards: those of its scorer or, if there are none, all. In
-    the sum of all, the fall of another reward would hide the rise of an exploited one."""
-    weights, kinds = optimized(rewards), {name: entry.spec_name for name, entry in rewards.entries.items()}
-    # the name of a function on a server is not known, ""
-    return {name: weight for name, weight in weights.items() if kinds[name] == kinds[gold] != ""} or weights
 
 
 def _milestones(run: Run, step: int, after_warmup: bool, folder: Path) -> dict[str, Evaluation]:
