@@ -57,10 +57,11 @@ def settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     """Of a run on as many devices as the peer has."""
     derived = derive(run, world_size)
     scale = run.model.guidance_scale if run.rollout.guidance_scale is None else run.rollout.guidance_scale
+    copies = getattr(run.algorithm, "timesteps_per_pair", derived.trained_steps)
     return {
         "resolution": run.data.size[0],
         "nfe_per_image": sampling_forwards(run) * run.model.forwards_of_guidance(scale),
-        "trained_steps": getattr(run.algorithm, "timesteps_per_image", derived.trained_steps),
+        "trained_steps": getattr(run.algorithm, "timesteps_per_image", copies),
         "images_per_epoch": derived.global_images_per_epoch,
         "optimizer_steps_per_epoch": derived.optimizer_steps_per_epoch,
         "images_per_step": derived.global_images_per_epoch / derived.optimizer_steps_per_epoch,
