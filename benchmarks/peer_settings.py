@@ -25,6 +25,8 @@ HERE = Path(__file__).resolve().parent
 FILES = HERE.parent / "configs/reproduce"
 SHOWN = ("nfe_per_image", "trained_steps", "images_per_epoch", "optimizer_steps_per_epoch", "images_per_step")
 COMPARED = (*SHOWN, "resolution")
+VARIABLES = ("IMAGE_ROOT", "DATA_PATH", "EVAL_DATA_PATH")
+"""Of the run files; no data are read."""
 
 
 def main() -> None:
@@ -39,7 +41,8 @@ def main() -> None:
 
 def row(path: Path) -> dict[str, Any]:
     """One run file: `ours`, `peer`, and what they differ in."""
-    os.environ.setdefault("IMAGE_ROOT", "images")
+    for name in VARIABLES:
+        os.environ.setdefault(name, "images")
     run = load_run(path)
     peer = peers()[path.stem]
     ours = {**settings(run, peer["gpus"]), "device_gib": round(report_memory(run)["device_bytes"] / 2**30, 1)}
