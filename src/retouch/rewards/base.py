@@ -155,9 +155,9 @@ class RewardEntry(Section):
     gate_floor: Annotated[float, GATED] = 0.0
     """Value of the reward when its gate is closed; set it for rewards whose values are not above 0."""
     transform: Annotated[Literal["none", "win_rate", "rank"], TRAINED, ReadBy("epochs", anew=True)] = "none"
-    """What trains instead of the value. "win_rate": the fraction of the group's other samples that a sample beats (a
-    tie counts half). "rank": minus the number of distinct values of the group above the sample's (equal values share a
-    rank), as in a rank ensemble; several with `algorithm.combine: sum_then_normalize`."""
+    """Signal that trains instead of the value. "win_rate": the fraction of the group's other samples that a sample
+    beats (a tie counts half). "rank": minus the number of distinct values of the group above the sample's (equal values
+    share a rank), as in a rank ensemble; several with `algorithm.combine: sum_then_normalize`."""
     min_group_std: Annotated[NonNegative, TRAINED, ReadBy("epochs", anew=True)] = 0.0
     """A group whose standard deviation does not exceed this gets no advantage from this reward; with a `transform`,
     closer values are a tie. Set it to the standard deviation of repeated scores of one image (`retouch reward
