@@ -51,6 +51,7 @@ SETTINGS = {
     "lr 1e-3": ("lr1e-3", "optimizer.lr=1e-3"),
     "KL .1": ("kl0.1", "algorithm.kl_weight=0.1"),
     "KL .2": ("kl0.2", "algorithm.kl_weight=0.2"),
+    "KL .5": ("kl0.5", "algorithm.kl_weight=0.5"),
 }
 """Setting -> (suffix of the run's name, override of the file); "mask" is `algorithm.region`."""
 
@@ -67,7 +68,12 @@ ARMS: dict[str, dict[str, Sequence[int]]] = {
         "lr 1e-3": (0,),
         "KL .2": (0,),
     },
-    "sd_inpaint": {"file": (0, 1, 2), "lr 1e-3": (0, 1, 2)},
+    "sd_inpaint": {
+        "file": (0, 1, 2),
+        "lr 1e-3": (0, 1, 2),
+        "lr 1e-3, KL .5": (0,),
+        "one copy, mask, lr 1e-3": (0,),
+    },
 }
 """Base -> settings, which are added to its file -> seeds. The KL of sd_inpaint's file is .2."""
 
