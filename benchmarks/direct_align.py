@@ -1,18 +1,18 @@
-"""Can a reward gradient do without rollouts? Direct-Align (SRPO, arXiv 2509.06942) on the tiny FLUX.1-Fill, an
-experiment that is not in the package: it replaces the samples of an epoch in this process.
+"""Can a reward gradient do without rollouts? Direct-Align (SRPO, arXiv 2509.06942) on the tiny bases, an experiment
+that is not in the package: it replaces the samples of an epoch in this process.
 
 A data image x0 (here the source, on which nothing is written) gets known noise, the policy takes one Euler step to s',
 and the noise is taken away; the reward is that of the result:
 
     x = (1 - s) x0 + s eps        x' = x - (s - s') v(x)        x^ = (x' - s' eps) / (1 - s')
 
-d x^ / d v = -(s - s') / (1 - s') is the coefficient of the trained step, one of the `noisiest` of the solver. With
-`relative`, the reward is (1 + k) f(x^, text) - f(x^, another text). An image takes 4 forwards: the forward and backward
-that train it, in which v is also what x^ is made of, and the reference. This process computes v twice, and samples an
-epoch to have prompts to score; neither is counted.
+(an epsilon model takes the step of DDIM). d x^ / d v = -(s - s') / (1 - s') is the coefficient of the trained step, one
+of the `noisiest` of the solver. With `relative`, the reward is (1 + k) f(x^, text) - f(x^, another text). An image
+takes 4 forwards: the forward and backward that train it, in which v is also what x^ is made of, and the reference. This
+process computes v twice, and samples an epoch to have prompts to score; neither is counted.
 
-The run file is configs/tiny/flux_fill_reward_gradient.yaml with its number of steps, and therefore half of its
-forwards; the rows are compared with those of the same seed in benchmarks/results/reward_gradient.json.
+The run files are those of reward gradients in configs/tiny with their number of steps, and therefore half of their
+forwards; the rows are compared with those of the same seed in benchmarks/results/algorithms.json.
 
     python benchmarks/direct_align.py --out benchmarks/results/direct_align.json
 """
@@ -30,11 +30,10 @@ from typing import Any
 
 import torch
 from inputs import inputs
-from reward_gradient import FILE
 from scouts import FOLDERS
 from torch import Tensor
 
-from algorithms import MEASURES, Row, make_data, measured, write
+from algorithms import MEASURES, Row, config_file, make_data, measured, write
 from retouch.algorithms.reward_gradient import recipe
 from retouch.algorithms.train import train
 from retouch.config import load_run
@@ -44,12 +43,13 @@ from retouch.rewards.gradient import pixel_rewards
 from retouch.training.pixel_gradients import divisor, latent_gradient, region_rms
 from retouch.types import Failure
 
-ARMS: dict[str, tuple[int, float | None, Sequence[int]]] = {
-    "three noisiest steps": (3, None, (0,)),
-    "two noisiest steps": (2, None, (0,)),
-    "three noisiest steps, relative, k = 1": (3, 1.0, (0, 1, 2)),
+ARMS: dict[str, tuple[str, int, float | None, Sequence[int]]] = {
+    "three noisiest steps": ("flux_fill", 3, None, (0,)),
+    "two noisiest steps": ("flux_fill", 2, None, (0,)),
+    "three noisiest steps, relative, k = 1": ("flux_fill", 3, 1.0, (0, 1, 2)),
+    "sd_inpaint, three noisiest steps, relative, k = 1": ("sd_inpaint", 3, 1.0, (0, 1, 2)),
 }
-"""Name -> steps that are trained, counted from the noise; k; seeds."""
+"""Name -> base; steps that are trained, counted from the noise; k; seeds."""
 
 FORWARDS = 4
 
@@ -64,7 +64,7 @@ def main() -> None:
     rows: list[Row] = json.loads(arguments.out.read_text())["rows"] if arguments.out and arguments.out.exists() else []
     make_data(arguments.work / "data")
     for arm in arguments.arms:
-        for seed in [seed for seed in ARMS[arm][2] if seed in arguments.seeds]:
+        for seed in [seed for seed in ARMS[arm][3] if seed in arguments.seeds]:
             row = one(arm, seed, arguments.work)
             rows = [r for r in rows if r["run"] != row["run"]] + [row]
             if arguments.out:
@@ -76,12 +76,22 @@ def one(arm: str, seed: int, work: Path) -> Row:
     """Train one arm and measure it; a finished run is not repeated."""
     name = f"{arm.replace(',', '').replace(' = ', '').replace(' ', '-')}-{seed}"
     where = [f"name={name}", f"seed={seed}", f"logging.dir={work}", "resume=auto", "training.eval_every=20"]
-    config = load_run(FILE, where + [f"{key}.path={work}/data/{folder}" for key, folder in FOLDERS.items()])
-    with without_rollouts(*ARMS[arm][:2]):
-        train(config)
-    found = measured(work / name, FORWARDS, config.optimizer.rows_per_step(1))
+    where += [f"{key}.path={work}/data/{folder}" for key, folder in FOLDERS.items()]
+    with without_rollouts(*ARMS[arm][1:3]):
+        train(load_run(file_of(arm), where))
+    return described(arm, seed, work / name)
+
+
+def file_of(arm: str) -> Path:
+    return config_file(ARMS[arm][0], "reward_gradient", "full")
+
+
+def described(arm: str, seed: int, run: Path) -> Row:
+    """The row of a finished run."""
+    config = load_run(file_of(arm))
+    found = measured(run, FORWARDS, config.optimizer.rows_per_step(1))
     steps = config.training.max_steps - config.algorithm.supervised_steps(config)
-    row: Row = {"run": name, "arm": arm, "seed": seed, "inputs": inputs(FILE), **found}
+    row: Row = {"run": run.name, "arm": arm, "seed": seed, "inputs": inputs(file_of(arm)), **found}
     return row | {"forwards": FORWARDS * config.optimizer.rows_per_step(1) * steps}
 
 
@@ -117,12 +127,15 @@ def rows_of_sources(session: Any, algorithm: Any, noisiest: int, k: float | None
             assert item is not None
             x0 = run.model.encode_images(image_pixels(example.source)[None]).cpu()
             condition = run.encoded.conditions([int(samples.position[i])], run.engine.device)
-            time, after = run.schedule(condition.size).times[int(steps[i]) :][:2]
+            schedule = run.schedule(condition.size)
+            time, after = schedule.times[int(steps[i]) :][:2]
             noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(int(samples.seed[i])))
-            latents[i] = ((1 - time) * x0 + time * noise)[0]
+            latents[i] = schedule.add_noise(x0, noise, time[None])[0]
             with torch.no_grad():
                 velocity = run.model.predict(run.network, latents[i][None], time[None], condition)
-            image, coefficient[i] = aligned(latents[i][None], velocity, noise, time, after)
+            levels = schedule.level(time), schedule.level(after)
+            align = aligned if schedule.prediction == "flow" else aligned_by_ddim
+            image, coefficient[i] = align(latents[i][None], velocity, noise, *levels)
             found = latent_gradient(run, scorers, image, item)
             if k is not None:
                 other = others[(i * 7 + 1) % len(others)]
@@ -142,6 +155,16 @@ def aligned(x: Tensor, velocity: Tensor, noise: Tensor, time: Tensor, after: Ten
     """The image after one Euler step from `time` to `after` without the known noise, and its derivative by the
     velocity; at the true velocity it is x0."""
     return (x - (time - after) * velocity - after * noise) / (1 - after), -(time - after) / (1 - after)
+
+
+def aligned_by_ddim(
+    x: Tensor, prediction: Tensor, noise: Tensor, before: Tensor, after: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same of an epsilon model, with the cumulative products alpha_bar of the two times."""
+    data = (x - (1 - before).sqrt() * prediction) / before.sqrt()
+    state = after.sqrt() * data + (1 - after).sqrt() * prediction
+    slope = ((1 - after) / after).sqrt() - ((1 - before) / before).sqrt()
+    return (state - (1 - after).sqrt() * noise) / after.sqrt(), slope
 
 
 def relative(right: Tensor | Failure, wrong: Tensor | Failure, k: float) -> Tensor | Failure:
