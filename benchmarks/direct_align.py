@@ -47,7 +47,7 @@ ARMS: dict[str, tuple[str, int, float | None, Sequence[int]]] = {
     "three noisiest steps": ("flux_fill", 3, None, (0,)),
     "two noisiest steps": ("flux_fill", 2, None, (0,)),
     "three noisiest steps, relative, k = 1": ("flux_fill", 3, 1.0, (0, 1, 2)),
-    "sd_inpaint, three noisiest steps, relative, k = 1": ("sd_inpaint", 3, 1.0, (0, 1)),
+    "sd_inpaint, three noisiest steps, relative, k = 1": ("sd_inpaint", 3, 1.0, (0, 1, 2)),
 }
 """Name -> base; steps that are trained, counted from the noise; k; seeds."""
 

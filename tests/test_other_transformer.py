@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from retouch.config import parse_run
 from retouch.doctor.diagnosis import diagnose
+from retouch.families.base import OtherTransformer
 from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.families.loading import load_network, tiny_path
 from tests.command_line import retouch
@@ -76,7 +77,7 @@ def test_the_released_transformers_of_the_page_load_from_their_layout(other: Pat
     [halved] = (load_file(file) for file in (other / "one-transformer").glob("*.safetensors"))
     for name, subfolder in RELEASED:
         shutil.copytree(other / "one-transformer", tmp_path / name / subfolder)
-        section = {"path": str(tmp_path / name), "subfolder": subfolder}
+        section = OtherTransformer(path=str(tmp_path / name), subfolder=subfolder)
         network = load_network(FluxFillModel(path="tiny", transformer=section), torch.float32)
         assert all(torch.equal(halved[key].float(), tensor) for key, tensor in network.state_dict().items())
 

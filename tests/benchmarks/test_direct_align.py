@@ -54,7 +54,7 @@ def test_a_relative_reward_is_that_of_the_right_text_over_another() -> None:
 
 def test_what_relative_rewards_changed() -> None:
     """On FLUX.1-Fill NED is lower than that of reward gradients with the reward itself, and higher with relative ones
-    on each seed; on Stable Diffusion 1.5 it is lower on seed 0. Drift is higher in all."""
+    on each seed; on Stable Diffusion 1.5 it is lower with these, too. Drift is higher in all."""
     page = " ".join((REPOSITORY / "docs/measured.md").read_text(encoding="utf-8").split())
     full = {
         (row["family"], row["seed"]): row["held_out"]["last"]
@@ -73,7 +73,7 @@ def test_what_relative_rewards_changed() -> None:
     assert all(
         (found["ocr.ned"] > other["ocr.ned"]) == arm.startswith("three noisiest steps, relative")
         for arm, seeds in pairs.items()
-        for found, other in seeds[: 1 if "sd_inpaint" in arm else 3]
+        for found, other in seeds
     )
     for arm, (name, measure) in product(list(pairs)[2:], (("NED", "ocr.ned"), ("drift", "outside_l1"))):
         ours, theirs = ([one[measure] for one in column] for column in zip(*pairs[arm], strict=True))
