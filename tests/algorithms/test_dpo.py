@@ -146,8 +146,16 @@ def test_a_rank_ensemble_makes_the_published_pairs() -> None:
     values = torch.tensor(list(SCORES.values()), dtype=torch.float64).T
     ranks = torch.tensor(list(RANKS.values()), dtype=torch.float64).T
     n, count = values.shape
-    rest = [torch.ones(count, dtype=torch.float64), torch.zeros(n).long(), torch.arange(n), torch.zeros(n).bool(), None]
-    ensemble = RewardRows(list(SCORES), values, torch.ones(n, count).bool(), *rest, ["rank"] * count)
+    ensemble = RewardRows(
+        names=list(SCORES),
+        values=values,
+        valid=torch.ones(n, count).bool(),
+        weights=torch.ones(count, dtype=torch.float64),
+        example_index=torch.zeros(n).long(),
+        index=torch.arange(n),
+        padding=torch.zeros(n).bool(),
+        transforms=["rank"] * count,
+    )
     [(signal, _, _)] = ensemble.signals("sum_then_normalize")
     best = torch.where(ranks.amax(0) > 0, 1.0, 0.0)  # the rank of the best
     assert (best - ranks).sum(1).tolist() == signal.tolist()
