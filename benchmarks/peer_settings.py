@@ -25,6 +25,8 @@ HERE = Path(__file__).resolve().parent
 FILES = HERE.parent / "configs/reproduce"
 SHOWN = ("nfe_per_image", "trained_steps", "images_per_epoch", "optimizer_steps_per_epoch", "images_per_step")
 COMPARED = (*SHOWN, "resolution")
+VARIABLES = ("IMAGE_ROOT", "DATA_PATH", "EVAL_DATA_PATH")
+"""Of the run files; no data are read."""
 
 
 def main() -> None:
@@ -39,7 +41,8 @@ def main() -> None:
 
 def row(path: Path) -> dict[str, Any]:
     """One run file: `ours`, `peer`, and what they differ in."""
-    os.environ.setdefault("IMAGE_ROOT", "images")
+    for name in VARIABLES:
+        os.environ.setdefault(name, "images")
     run = load_run(path)
     peer = peers()[path.stem]
     ours = {**settings(run, peer["gpus"]), "device_gib": round(report_memory(run)["device_bytes"] / 2**30, 1)}
@@ -57,10 +60,11 @@ def settings(run: RunConfig, world_size: int) -> dict[str, Any]:
     """Of a run on as many devices as the peer has."""
     derived = derive(run, world_size)
     scale = run.model.guidance_scale if run.rollout.guidance_scale is None else run.rollout.guidance_scale
+    copies = getattr(run.algorithm, "timesteps_per_pair", derived.trained_steps)
     return {
         "resolution": run.data.size[0],
         "nfe_per_image": sampling_forwards(run) * run.model.forwards_of_guidance(scale),
-        "trained_steps": getattr(run.algorithm, "timesteps_per_image", derived.trained_steps),
+        "trained_steps": getattr(run.algorithm, "timesteps_per_image", copies),
         "images_per_epoch": derived.global_images_per_epoch,
         "optimizer_steps_per_epoch": derived.optimizer_steps_per_epoch,
         "images_per_step": derived.global_images_per_epoch / derived.optimizer_steps_per_epoch,

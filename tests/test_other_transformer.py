@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from retouch.config import parse_run
 from retouch.doctor.diagnosis import diagnose
-from retouch.families.loading import tiny_path
+from retouch.families.base import OtherTransformer
+from retouch.families.flux_fill.spec import FluxFillModel
+from retouch.families.loading import load_network, tiny_path
 from tests.command_line import retouch
+from tests.docs.pages import REPOSITORY
 
 BASE = tiny_path("flux_fill") / "transformer"
 
@@ -59,6 +63,23 @@ def test_a_run_trains_it_and_the_exported_pipeline_has_it(run_yaml: Path, other:
         torch.testing.assert_close(tensor, expected[name], atol=1e-3, rtol=0)
     [base] = (load_file(file) for file in BASE.glob("*.safetensors"))
     assert any(not torch.allclose(tensor, base[name].float(), atol=1e-2) for name, tensor in exported.items())
+
+
+RELEASED = re.findall(
+    r"transformer: \{path: (\S+), subfolder: (\S+)\}", (REPOSITORY / "docs/models.md").read_text(encoding="utf-8")
+)
+"""Repositories of the hub that docs/models.md loads, and the folder with the network in each."""
+
+
+def test_the_released_transformers_of_the_page_load_from_their_layout(other: Path, tmp_path: Path) -> None:
+    """One network in the folder that its project publishes, beside another in the base."""
+    assert [name for name, _ in RELEASED] == ["bytedance-research/OneReward", "shenyt/FluPA-fill"]
+    [halved] = (load_file(file) for file in (other / "one-transformer").glob("*.safetensors"))
+    for name, subfolder in RELEASED:
+        shutil.copytree(other / "one-transformer", tmp_path / name / subfolder)
+        section = OtherTransformer(path=str(tmp_path / name), subfolder=subfolder)
+        network = load_network(FluxFillModel(path="tiny", transformer=section), torch.float32)
+        assert all(torch.equal(halved[key].float(), tensor) for key, tensor in network.state_dict().items())
 
 
 def test_doctor_and_the_memory_estimate_look_at_it(run_yaml: Path, other: Path) -> None:

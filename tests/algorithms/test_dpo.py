@@ -112,6 +112,59 @@ def test_negative_rewards_are_compared_not_clipped() -> None:
     assert (best.tolist(), worst.tolist()) == ([1], [0])
 
 
+SCORES = {
+    "hps": [0.21, 0.21, 0.25, 0.27],
+    "clip_score": [24.0, 20.0, 24.0, 26.0],
+    "pick_score": [21.5, 22.0, 21.0, 20.0],
+    "aesthetic_score": [5.1, 5.0, 5.6, 5.2],
+    "image_reward": [-0.3, 0.4, 0.2, 0.1],
+    "vqa_score": [0.91, 0.62, 0.88, 0.75],
+    "unified_reward": [5.0, 4.0, 4.0, 4.0],
+    "pe_score": [18.0, 18.0, 18.0, 18.0],
+    "hpsv3": [3.0, 9.5, 8.0, 7.0],
+}
+"""Nine scores of four samples of an example."""
+
+RANKS = {
+    "hps": [3, 3, 2, 1],
+    "clip_score": [2, 3, 2, 1],
+    "pick_score": [2, 1, 3, 4],
+    "aesthetic_score": [3, 4, 1, 2],
+    "image_reward": [4, 1, 2, 3],
+    "vqa_score": [1, 4, 2, 3],
+    "unified_reward": [1, 2, 2, 2],
+    "pe_score": [0, 0, 0, 0],
+    "hpsv3": [4, 1, 2, 3],
+}
+"""By hand, as `create-ensemble` of Follow-Your-Preference (github.com/shenytzzz/Follow-Your-Preference at 6aaa202,
+tool.py) defines them: 1 is the highest score, equal scores share a rank and take up one, and where all are equal, every
+rank is 0. The sums are 20, 19, 16 and 19: the third sample wins, the first loses."""
+
+
+def test_a_rank_ensemble_makes_the_published_pairs() -> None:
+    """With win rates, the second sample would be the loser: a tie takes up as many places as it has samples."""
+    values = torch.tensor(list(SCORES.values()), dtype=torch.float64).T
+    ranks = torch.tensor(list(RANKS.values()), dtype=torch.float64).T
+    n, count = values.shape
+    ensemble = RewardRows(
+        names=list(SCORES),
+        values=values,
+        valid=torch.ones(n, count).bool(),
+        weights=torch.ones(count, dtype=torch.float64),
+        example_index=torch.zeros(n).long(),
+        index=torch.arange(n),
+        padding=torch.zeros(n).bool(),
+        transforms=["rank"] * count,
+    )
+    [(signal, _, _)] = ensemble.signals("sum_then_normalize")
+    best = torch.where(ranks.amax(0) > 0, 1.0, 0.0)  # the rank of the best
+    assert (best - ranks).sum(1).tolist() == signal.tolist()
+    assert ranks.sum(1).tolist() == [20, 19, 16, 19]
+    assert [row.tolist() for row in best_and_worst(ensemble, "sum_then_normalize")] == [[2], [0]]
+    ensemble.transforms = ["win_rate"] * count
+    assert [row.tolist() for row in best_and_worst(ensemble, "sum_then_normalize")] == [[2], [1]]
+
+
 def test_all_groups_tied_is_no_step_and_no_change(dpo_run: Config, scripted: Use) -> None:
     scripted(lambda item: Score(0.5))
     base = base_weights(dpo_run(name="base"))

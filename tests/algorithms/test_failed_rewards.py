@@ -57,6 +57,7 @@ COMPOSITIONS: dict[str, dict[str, dict[str, Any]]] = {
     "gated": {"a": {"gated_by": "b"}},
     "gate only": {"a": {"gated_by": "b"}, "b": {"weight": 0.0}},
     "win rates": {"a": {"transform": "win_rate"}, "b": {"transform": "win_rate", "min_group_std": 1e-4}},
+    "ranks": {"a": {"transform": "rank"}, "b": {"transform": "rank", "min_group_std": 1e-4}},
     "above the noise": {"a": {"min_group_std": 1e-4}},
 }
 """What `a` and `b` are besides their weights."""

@@ -97,3 +97,59 @@ def test_a_run_is_the_published_one_with_another_kl_weight(
     assert (row["variant"], row["counted"], row["seed"]) == (f"KL {weight:g}", 11.912, 1)
     [command] = asked
     assert command[1].endswith("configs/tiny/flux_fill_nft.yaml") and f"algorithm.kl_weight={weight:g}" in command
+
+
+QUARTER = json.loads((REPOSITORY / "benchmarks/results/nft_quarter.json").read_text(encoding="utf-8"))["rows"]
+
+
+def test_a_quarter_of_the_forwards_is_no_more_in_any_arm() -> None:
+    """The runs are of the files and bases in the tree."""
+    assert {(r["family"], r["arm"], r["seed"]) for r in QUARTER} == {
+        (family, arm, seed) for family, arms in nft.ARMS.items() for arm, seeds in arms.items() for seed in seeds
+    }
+    for row in QUARTER:
+        names = row["arm"].split(", ")
+        given = [nft.SETTINGS[name][1] for name in names if name in nft.SETTINGS]
+        given += ["algorithm.region=mask"] if "mask" in names else []
+        given.append(f"training.max_steps={20 + row['rl_steps']}")
+        file = REPOSITORY / f"configs/tiny/{row['family']}_nft.yaml"
+        assert row["inputs"] == inputs.inputs(file, overrides=given)
+        assert row["forwards"] <= 15 * 96 * 12
+        assert row["gain"]["ocr.ned"][1] > 0
+
+
+def test_what_raised_nft_at_a_quarter_of_the_forwards() -> None:
+    """On FLUX.1-Fill the learning rate with a KL meets the criterion; on Stable Diffusion drift is higher on each seed;
+    the candidate as it was, with one copy and the mask, misses it; and no preset sets a learning rate."""
+    last = {(r["family"], r["arm"], r["seed"]): r["held_out"]["last"] for r in QUARTER}
+    over = {(r["family"], r["arm"], r["seed"]): r["over"]["ocr.ned"][0] for r in QUARTER if "over" in r}
+
+    def drift(family: str, arm: str, seed: int) -> float:
+        return last[family, arm, seed]["outside_l1"] - last[family, "file", seed]["outside_l1"]
+
+    for seed in range(3):
+        assert over["flux_fill", "lr 1e-3, KL .2", seed] >= 0.03 and drift("flux_fill", "lr 1e-3, KL .2", seed) < 0
+        assert over["sd_inpaint", "lr 1e-3", seed] >= 0.03 and drift("sd_inpaint", "lr 1e-3", seed) > 0
+    assert over["flux_fill", "one copy, mask, lr 1e-3", 0] < 0 < drift("flux_fill", "one copy, mask, lr 1e-3", 0)
+    assert over["flux_fill", "KL .2", 0] < 0.03
+    preset = nft.load_run(nft.FILE).algorithm.preset_keys("fast", "flux_fill", {}, {})
+    assert set(preset) == {"rollout", "algorithm"}
+
+
+def test_the_page_compares_budgets_as_measured() -> None:
+    page = " ".join((REPOSITORY / "docs/algorithms.md").read_text(encoding="utf-8").split())
+    found = {
+        arm: sorted(
+            f"{r['held_out']['last']['ocr.ned']:.2f}".removeprefix("0")
+            for r in QUARTER
+            if (r["family"], r["arm"]) == ("flux_fill", arm)
+        )
+        for arm in ("lr 1e-3, KL .2", "file")
+    }
+    first, other = (f"{values[0]} to {values[-1]}" for values in found.values())
+    assert f"[{first} in place of {other}](measured.md#a-quarter-of-the-forwards)" in page
+    whole = sorted(r["held_out"]["last"]["ocr.ned"] for r in ROWS if r["kl_weight"] == 0.1)
+    assert f"NFT with a KL of .1 reaches {whole[0]:.2f} to {whole[-1]:.2f} in".replace("0.", ".") in page
+    gradients = json.loads((REPOSITORY / "benchmarks/results/reward_gradient.json").read_text(encoding="utf-8"))["rows"]
+    best = sorted(row["held_out"]["last"]["ocr.ned"] for row in gradients if "nft" in row)
+    assert f"a held-out NED of {best[0]:.2f} to {best[-1]:.2f} in 10,752 forwards".replace("0.", ".") in page

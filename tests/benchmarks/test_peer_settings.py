@@ -25,7 +25,8 @@ def test_every_file_has_its_peer() -> None:
 )
 def test_a_file_has_the_published_settings(path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same forwards, trained steps, images and optimizer steps; and the committed result is current."""
-    monkeypatch.setenv("IMAGE_ROOT", "images")
+    for name in peer_settings.VARIABLES:
+        monkeypatch.setenv(name, "images")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # or it waits where there is no network
     found = peer_settings.row(path)  # type: ignore[arg-type]
     assert found["differing"] == []

@@ -72,11 +72,12 @@ def test_entries_that_do_not_fit(rewards: str, line: str, problems: Callable[...
     assert problems(f"rewards={rewards}") == [f"small.yaml: {line}"]
 
 
-def test_a_win_rate_needs_somebody_to_beat(problems: Callable[..., list[str]]) -> None:
-    found = problems("rewards.ocr.transform=win_rate", "algorithm={name: ppo}", "rollout.group_size=1")
+@pytest.mark.parametrize("transform", ["win_rate", "rank"])
+def test_a_comparison_needs_somebody_to_beat(transform: str, problems: Callable[..., list[str]]) -> None:
+    found = problems(f"rewards.ocr.transform={transform}", "algorithm={name: ppo}", "rollout.group_size=1")
     assert found == [
         (
-            "small.yaml: rewards.ocr.transform: given 'win_rate', but rollout.group_size is 1 and a group has "
+            f"small.yaml: rewards.ocr.transform: given {transform!r}, but rollout.group_size is 1 and a group has "
             "no other samples; set rollout.group_size to 2 or more, or transform=none"
         )
     ]

@@ -170,6 +170,8 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
         has_references = published["data"]["format"] != "prompts"
         score = "style: {image_encoder: tiny, gate: 0, detect: false}" if has_references else "jpeg_size: {}"
         overrides += [f"rewards={{{score}}}", "evaluation.on_gold_fall=warn"]
+    if any((entry or {}).get("transform") == "rank" for entry in published["rewards"].values()):
+        overrides += ["rewards={jpeg_size: {transform: rank}}"]  # two rewards of two samples often tie
     overrides += ["optimizer.batch_size_per_device=2", "optimizer.gradient_accumulation=2"]
     overrides += ["evaluation.num_examples=1", "evaluation.grid_examples=1", "evaluation.num_steps=1"]
     overrides += ["rollout.batch_size_per_device=4"]

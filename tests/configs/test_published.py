@@ -91,9 +91,15 @@ def test_model_and_data_come_from_the_environment(path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("path", [path for path in RELEASED if path.parent.name == "reproduce"], ids=name_of)
 def test_a_published_run_names_its_public_data_at_a_commit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the project whose code is reproduced, unless the environment names other files."""
+    """That of the project whose code is reproduced, unless the environment names other files. Where no repository has
+    the data, the file names the data set of the hub, and reads the variables alone."""
     monkeypatch.delenv("DATA_PATH")
     monkeypatch.delenv("EVAL_DATA_PATH")
+    if dataset := re.search(r"data set\n#\s+(\S+/\S+) of the hub", path.read_text(encoding="utf-8")):
+        assert dataset[1] == "random123123/BrushData"
+        with pytest.raises(ConfigError, match=r"\$\{DATA_PATH\} is not set in the environment"):
+            load_run(path)
+        return
     run = load_run(path)
     assert run.evaluation.data is not None
     trained, held_out = (pinned(section.path) for section in (run.data, run.evaluation.data))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from retouch.core.advantages import comparable_rows, group_advantages, win_rates, zero_std_rows
+from retouch.core.advantages import comparable_rows, dense_ranks, group_advantages, win_rates, zero_std_rows
 
 REWARDS = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
 GROUPS = torch.tensor([7, 7, 9, 9])
@@ -117,6 +117,15 @@ def test_win_rates_by_hand() -> None:
     valid = torch.tensor([True, True, False, True, True, True, True])
     assert win_rates(rewards, ids, valid).tolist() == [0.75, 0.0, 0.5, 0.75, 0.5, 0.0, 1.0]
     assert win_rates(rewards, ids, valid, noise=0.1)[5:].tolist() == [0.5, 0.5]
+
+
+def test_ranks_by_hand() -> None:
+    """Equal values share a rank, and the next value has the next one; a failure takes up none."""
+    rewards = torch.tensor([3.0, 1.0, float("nan"), 3.0, 2.0, 0.0, 7.0, 7.05, 6.0])
+    ids = torch.tensor([4, 4, 4, 4, 4, 9, 2, 2, 2])
+    valid = torch.tensor([True, True, False, True, True, True, True, True, True])
+    assert dense_ranks(rewards, ids, valid).tolist() == [0, -2, 0, 0, -1, 0, -1, 0, -2]
+    assert dense_ranks(rewards, ids, valid, noise=0.1)[6:].tolist() == [0, 0, -1]
 
 
 def test_win_rates_are_those_without_the_failed_rows() -> None:

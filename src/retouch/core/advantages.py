@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -105,6 +106,28 @@ def win_rates(rewards: Tensor, group_ids: Tensor, valid: Tensor, noise: float = 
     return rates
 
 
+def dense_ranks(rewards: Tensor, group_ids: Tensor, valid: Tensor, noise: float = 0.0) -> Tensor:
+    """[N] float64: minus the number of distinct values above a row's own among the valid rows of its group; 0 for the
+    best, and for rows that are not valid. Summed over rewards, the ensemble of Follow-Your-Preference (arXiv
+    2509.23082), whose ranks are 1 for the best.
+
+    Args:
+        noise: a value that is above the next lower one by no more has its rank.
+    """
+    ids, ok, r = _checked(rewards, group_ids, valid)
+    ranks = torch.zeros_like(r)
+    for group in range(int(ids.max()) + 1 if len(ids) else 0):
+        members = ((ids == group) & ok).nonzero().flatten()
+        values = r[members].sort().values
+        lowest = values[1:][values.diff() > noise]  # of every rank but the last
+        ranks[members] = -(lowest > r[members][:, None]).sum(1).double()
+    return ranks
+
+
+TRANSFORMS = {"win_rate": win_rates, "rank": dense_ranks}
+"""`transform` of a reward -> the signal of its values, their groups, which are valid, and their noise."""
+
+
 def zero_std_rows(
     rewards: Tensor, group_ids: Tensor, valid: Tensor, tolerance: float = 1e-6, noise: float = 0.0
 ) -> Tensor:
@@ -156,7 +179,7 @@ class RewardRows:
         index: [N] int64 within the group.
         padding: [N] bool.
         reward_std: [R] standard deviation of each reward on one image; none where None.
-        by_win_rate: [R] bool: rewards that train by their win rate in the group; none where None.
+        transforms: [R] keys of `TRANSFORMS`, or "none"; all "none" where empty.
         own: those of the N samples that this process holds.
     """
 
@@ -168,7 +191,7 @@ class RewardRows:
     index: Tensor
     padding: Tensor
     reward_std: Tensor | None = None
-    by_win_rate: Tensor | None = None
+    transforms: Sequence[str] = ()
     own: slice = field(default_factory=lambda: slice(None))
 
     @property
@@ -185,18 +208,17 @@ class RewardRows:
         """([N] signal, its weight, its std on one image) of each reward with a weight, or of their weighted sum if
         `combine` is "sum_then_normalize" or only one reward has a weight. Advantages are computed from these.
 
-        The signal is the value, or the win rate among the usable samples of the group, where differences within the
-        std are ties. The errors of a sum are taken as independent.
+        The signal is the value, or its win rate or rank among the usable samples of the group, where differences within
+        the std are ties. The errors of a sum are taken as independent.
         """
         count, usable = len(self.names), self.usable
         std = [0.0] * count if self.reward_std is None else [float(s) for s in self.reward_std]
-        by_win_rate = [False] * count if self.by_win_rate is None else [bool(r) for r in self.by_win_rate]
-        # A win rate takes differences within the std for ties. Its own std is therefore 0, or the same error would
+        # A transform takes differences within the std for ties. Its own std is therefore 0, or the same error would
         # count twice.
         columns = self.values.clone()
-        for i in range(count):
-            if by_win_rate[i]:
-                columns[:, i] = win_rates(self.values[:, i], self.example_index, usable, std[i])
+        for i, name in enumerate(self.transforms):
+            if name != "none":
+                columns[:, i] = TRANSFORMS[name](self.values[:, i], self.example_index, usable, std[i])
                 std[i] = 0.0
         counted = [i for i in range(count) if float(self.weights[i])]
         if combine == "sum_then_normalize" or len(counted) == 1:

@@ -154,12 +154,14 @@ class RewardEntry(Section):
     """Replaces the product: this reward counts in full if its gate reaches this value, and not at all below it."""
     gate_floor: Annotated[float, GATED] = 0.0
     """Value of the reward when its gate is closed; set it for rewards whose values are not above 0."""
-    transform: Annotated[Literal["none", "win_rate"], TRAINED, ReadBy("epochs", anew=True)] = "none"
-    """"win_rate" trains on the fraction of the group's other samples that a sample beats (a tie counts half) instead of
-    the value."""
+    transform: Annotated[Literal["none", "win_rate", "rank"], TRAINED, ReadBy("epochs", anew=True)] = "none"
+    """Signal that trains instead of the value. "win_rate": the fraction of the group's other samples that a sample
+    beats (a tie counts half). "rank": minus the number of distinct values of the group above the sample's (equal values
+    share a rank), as in a rank ensemble; several with `algorithm.combine: sum_then_normalize`."""
     min_group_std: Annotated[NonNegative, TRAINED, ReadBy("epochs", anew=True)] = 0.0
-    """A group whose standard deviation does not exceed this gets no advantage from this reward; for win_rate, closer
-    values are a tie. Set it to the standard deviation of repeated scores of one image (`retouch reward probe`)."""
+    """A group whose standard deviation does not exceed this gets no advantage from this reward; with a `transform`,
+    closer values are a tie. Set it to the standard deviation of repeated scores of one image (`retouch reward
+    probe`)."""
 
     @classmethod
     def is_free_in_epoch(cls, name: str, then: object, now: object) -> bool:
@@ -260,7 +262,7 @@ class RewardEntry(Section):
         """Check the entry against the run; `key` is "rewards.NAME".
 
         Raises:
-            ValueError: a gate or a gradient that cannot work, or win_rate without groups.
+            ValueError: a gate or a gradient that cannot work, or a transform without groups.
         """
         self.check_among(run.rewards, key)
         if self.gated_by is not None and run.rewards[self.gated_by].role == "gold" and self.role == "train":
@@ -277,10 +279,10 @@ class RewardEntry(Section):
                 )
             without = f"{key}.gradient_weight=0"
             self.require_gradient(key, f"{key}.gradient_weight", without, without)
-        if self.transform == "win_rate" and run.rollout.group_size == 1:
+        if self.transform != "none" and run.rollout.group_size == 1:
             raise ValueError(
-                f"{key}.transform: given 'win_rate', but rollout.group_size is 1 and a group has no other samples; "
-                "set rollout.group_size to 2 or more, or transform=none"
+                f"{key}.transform: given {self.transform!r}, but rollout.group_size is 1 and a group has no other "
+                "samples; set rollout.group_size to 2 or more, or transform=none"
             )
         if self.compares_group():
             self._check_whole_groups(run, key)

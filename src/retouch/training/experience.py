@@ -336,9 +336,9 @@ def gathered(engine: Engine, table: RewardTable, slots: Sequence[Slot], scores: 
     entries = [table.entries[name] for name in table.trained]
     weights = torch.tensor([table.weights[name] for name in table.trained], dtype=torch.float64)
     std = torch.tensor([entry.min_group_std for entry in entries], dtype=torch.float64)
-    by_win_rate = torch.tensor([entry.transform == "win_rate" for entry in entries], dtype=torch.bool)
+    transforms = [entry.transform for entry in entries]
     own = slice(engine.rank * len(slots), (engine.rank + 1) * len(slots))
-    return RewardRows(table.trained, values, valid, weights, example_index, index, padding, std, by_win_rate, own)
+    return RewardRows(table.trained, values, valid, weights, example_index, index, padding, std, transforms, own)
 
 
 def items_by_row(padding: Tensor, scores: Sequence[Scores]) -> list[RewardItem | None]:
