@@ -130,10 +130,10 @@ def test_every_field_of_an_item_is_part_of_its_fingerprint_or_decides_nothing(tm
         "more_paths": (file,), "metadata": {"lines": [{"text": "A", "box": [0, 0, 9, 9]}]},
     }  # fmt: skip
     item = ItemFiles(1, "p")
-    assert {field.name for field in fields(ItemFiles)} == {*other, "difficulty", "name"}
+    assert {field.name for field in fields(ItemFiles)} == {*other, "difficulty", "name", "original"}
     prints = {name: fingerprint(replace(item, **{name: value})) for name, value in other.items()}
     assert len({*prints.values(), fingerprint(item)}) == len(other) + 1
-    same = {"prompt": "q", "difficulty": 0.5, "metadata": {"text": "B"}}
+    same = {"prompt": "q", "difficulty": 0.5, "metadata": {"text": "B"}, "original": "5eed"}
     assert {fingerprint(replace(item, **{name: value})) for name, value in same.items()} == {fingerprint(item)}
 
 

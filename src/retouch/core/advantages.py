@@ -82,7 +82,7 @@ def comparable_rows(group_ids: Tensor, valid: Tensor, baseline: Baseline = "grou
         raise ValueError(f"baseline is {baseline!r}; it must be group or batch")
     if baseline == "batch":
         return valid.clone()
-    ids = torch.as_tensor(group_ids.unique(return_inverse=True)[1])  # pyright: ignore
+    ids = torch.as_tensor(group_ids.unique(return_inverse=True)[1], dtype=torch.long)  # pyright: ignore
     count = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=torch.int64, device=ids.device)
     count = count.index_add_(0, ids, valid.long())
     return valid & (count[ids] >= 2)
@@ -153,7 +153,7 @@ def _checked(rewards: Tensor, group_ids: Tensor, valid: Tensor | None) -> tuple[
     ok = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid.bool()
     if ok.shape != rewards.shape:
         raise ValueError(f"valid has shape {tuple(ok.shape)}; it must be [N] = [{rewards.shape[0]}]")
-    ids = torch.as_tensor(group_ids.unique(return_inverse=True)[1])  # pyright: ignore
+    ids = torch.as_tensor(group_ids.unique(return_inverse=True)[1], dtype=torch.long)  # pyright: ignore
     return ids, ok, rewards.double()
 
 

@@ -46,7 +46,7 @@ _SLICE = 8
 _BYTES = 16
 """Length of a fingerprint."""
 
-_UNCHECKED = {"prompt", "difficulty", "metadata", "name"}
+_UNCHECKED = {"prompt", "difficulty", "metadata", "name", "original"}
 """Fields of an item that decide nothing as a whole; `fingerprint` names the parts that do."""
 
 
