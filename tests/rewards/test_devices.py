@@ -173,6 +173,7 @@ def test_a_server_for_each_set_of_devices(monkeypatch: pytest.MonkeyPatch, tmp_p
             def urls(self) -> list[str]:
                 return [url]
 
+            def terminate(self) -> None: ...
             def close(self) -> None: ...
 
         monkeypatch.setattr(sharing, "LocalServer", Server)
@@ -222,6 +223,7 @@ def test_processes_that_see_a_gpu_each_have_an_instance_on_each(
         def urls(self) -> list[str]:
             return [self._url]
 
+        def terminate(self) -> None: ...
         def close(self) -> None: ...
 
     monkeypatch.setattr(sharing, "LocalServer", Server)
@@ -269,6 +271,7 @@ def test_without_a_folder_nothing_is_left_in_the_working_directory(
         def urls(self) -> list[str]:
             return [url]
 
+        def terminate(self) -> None: ...
         def close(self) -> None: ...
 
     with serving({"r": Brightness()}) as url:

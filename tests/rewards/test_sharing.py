@@ -118,6 +118,7 @@ def test_each_machine_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             def urls(self) -> list[str]:
                 return [urls[self.place]]
 
+            def terminate(self) -> None: ...
             def close(self) -> None: ...
 
         monkeypatch.setattr(sharing, "LocalServer", Placed)
