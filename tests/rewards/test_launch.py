@@ -35,7 +35,7 @@ from retouch.rewards.client.endpoints import (
 )
 from retouch.rewards.client.servers import ServerStatus, readiness
 from retouch.rewards.devices import gpu_count
-from retouch.rewards.server.front import FINISH_S
+from retouch.rewards.server import FINISH_S
 from retouch.rewards.server.launch import LocalServer, ServeOptions, requested, serve
 from retouch.rewards.server.supervisor import DRAIN_S, Instance, Supervisor
 from retouch.rewards.server.worker import _END_S
