@@ -120,7 +120,7 @@ def test_renaming_and_moving_cost_nothing(tree: Path) -> None:
 
 
 def test_code_is_not_looked_for_in_another_function(tree: Path) -> None:
-    """The name of one that is gone was ignored, and that of one whose code had moved: an entry named the wrong place."""
+    """The name of one that is gone, or whose code had moved, was ignored: an entry named the wrong place."""
     assert problems(replace(TOTAL, function="Table.shares"), tree) == ["no function or class Table.shares"]
     write(tree, f"{CODE}\n    def shares(self):\n        ...\n")
     [problem] = problems(replace(TOTAL, function="Table.shares"), tree)

@@ -38,9 +38,10 @@ def images_to_vote_on(path: Path, beside: Path, *, trust: bool = False) -> list[
     """The images of a run directory, a folder or a list, without copies and without those that cannot be read.
 
     A list is a JSON, JSONL or CSV file of `{"image", "example"?, "prompt"?, "text"?, "source"?, "mask"?, "seed"?,
-    "weights"?, "original"?}`, as `retouch sample --for-votes` writes it into a folder, which is then read by its list. In another
-    folder with subfolders, images of the same name are of one example, one of each subfolder; else those whose names
-    differ by a number at the end. `photo_mask.png` and `photo.txt` beside `photo.png` are its mask and its prompt.
+    "weights"?, "original"?}`, as `retouch sample --for-votes` writes it into a folder, which is then read by its list.
+    In another folder with subfolders, images of the same name are of one example, one of each subfolder; else those
+    whose names differ by a number at the end. `photo_mask.png` and `photo.txt` beside `photo.png` are its mask and its
+    prompt.
 
     Args:
         beside: folder of the votes; sources and masks of a run are written below it.
@@ -66,7 +67,7 @@ def images_to_vote_on(path: Path, beside: Path, *, trust: bool = False) -> list[
 
 
 def is_run(path: Path) -> bool:
-    """Whether the images to vote on there are those of a run's evaluations; a folder with a list is read by its list."""
+    """Whether the images there are those of a run's evaluations; a folder with a list is read by its list."""
     return (path / "config.yaml").is_file() and not (path / SAMPLES).is_file()
 
 
