@@ -112,11 +112,19 @@ def test_other_code_with_other_names_is_not_taken_for_it(old: str, tree: Path) -
 
 
 def test_renaming_and_moving_cost_nothing(tree: Path) -> None:
-    other = CODE.replace("total", "whole").replace("noise", "spread").replace("weights", "row_weights")
+    other = CODE.replace("total", "whole").replace("noise", "spread")
     (tree / "src/retouch/a.py").unlink()
     write(tree, other, "elsewhere.py")
     assert problems(TOTAL, tree) == []
     assert changed(TOTAL, tree) == "if whole < spread:"
+
+
+def test_code_is_not_looked_for_in_another_function(tree: Path) -> None:
+    """The name of one that is gone, or whose code had moved, was ignored: an entry named the wrong place."""
+    assert problems(replace(TOTAL, function="Table.shares"), tree) == ["no function or class Table.shares"]
+    write(tree, f"{CODE}\n    def shares(self):\n        ...\n")
+    [problem] = problems(replace(TOTAL, function="Table.shares"), tree)
+    assert problem.startswith("Table.shares holds the code 0 times")
 
 
 def test_code_of_a_file_has_no_function(tree: Path) -> None:

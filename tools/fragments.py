@@ -2,8 +2,8 @@
 
 A fragment is Python text: one expression, or statements that follow each other. White space, line breaks and comments
 do not count, since trees are compared. If the text is nowhere in its function, names may differ, one for one
-(`centred = r - mean` is also `x = y - z`); the names of Python itself, numbers and strings may not. If the function is
-nowhere, the whole package is searched. So a variable, a function or a file that gets another name costs nothing.
+(`centred = r - mean` is also `x = y - z`); the names of Python itself, numbers and strings may not. So a variable or a
+file that gets another name costs nothing.
 """
 
 from __future__ import annotations
@@ -171,10 +171,10 @@ class Tree:
 
 
 def locate(trees: Iterable[Tree], name: str, fragment: Nodes) -> list[tuple[Tree, Place]]:
-    """The places of a fragment: in the functions of that name, else anywhere; as it is, else with other names."""
+    """The places of a fragment in the functions of that name ("" for the whole package); as it is, else with other
+    names."""
     trees = list(trees)
-    for within in dict.fromkeys((name, "")):
-        for free in (False, True):
-            if found := [(tree, place) for tree in trees for place in tree.places(within, fragment, free)]:
-                return found
+    for free in (False, True):
+        if found := [(tree, place) for tree in trees for place in tree.places(name, fragment, free)]:
+            return found
     return []

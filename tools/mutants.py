@@ -111,7 +111,9 @@ def problems(mutant: Mutant, root: Path = ROOT) -> list[str]:
         changes = ast.dump(ast.parse(mutant.old)) != ast.dump(ast.parse(mutant.new))
     except SyntaxError as error:
         return [f"is no Python: {error}"]
-    if len(places) != 1:
+    if not any(mutant.function in tree.scopes for tree in package(root)):
+        found.append(f"no function or class {mutant.function}")
+    elif len(places) != 1:
         where = mutant.function or "the package"
         found.append(f"{where} holds the code {len(places)} times, not once: {mutant.old.strip().splitlines()[0]}")
     if not changes or not mutant.tests:

@@ -30,8 +30,8 @@ class RetouchError(Exception):
 
 @cache
 def log_once(log: logging.Logger, message: str, *given: object) -> None:
-    """Log a warning where this process has not logged it about the same values yet."""
-    log.warning(message, *given)
+    """Log a warning, from the caller's line, where this process has not logged it about the same values yet."""
+    log.warning(message, *given, stacklevel=2)  # a server's log counts lines by their place; `cache` adds no frame
 
 
 MOST_CHARACTERS = 8000

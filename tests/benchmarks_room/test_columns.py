@@ -213,3 +213,7 @@ def test_another_base_under_the_same_path_takes_no_images_over(tmp_path: Path) -
     earlier = {name: value for name, value in first.items() if name != "files"}
     claim(tmp_path / "earlier", earlier)
     claim(tmp_path / "earlier", about(b"other"))
+    for base in (unknown, first, unknown):  # as of the hub, which the first process downloads while it samples
+        claim(tmp_path / "downloaded", base)
+    with pytest.raises(ConfigError, match=r"holds images of another files\.network_files"):
+        claim(tmp_path / "downloaded", about(b"other"))

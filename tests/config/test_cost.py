@@ -338,3 +338,19 @@ def test_a_fine_tune_on_the_hub_is_counted_by_its_config_or_named(
         assert set(asked) == {("some/model", "transformer/config.json")}
     asked.clear()
     assert not any("whether" in why for why in cost(run_with(f"model.path={released}")).unknown) and not asked
+
+
+def test_a_download_is_offered_of_a_hub_id_alone(
+    run_with: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of a folder that is missing; and a folder comes before the released model of its name."""
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    for path, is_offered in (("some/model", True), (str(tmp_path / "missing"), False)):
+        told = run_with(f"model.path={path}").model.assumed_sizes
+        assert told is not None and told.endswith("downloads it") is is_offered
+    spec = FAMILIES["flux_fill"].spec
+    folder = tmp_path / spec.hub_ids[0] / "transformer"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**spec.released["transformer"], "num_layers": 1}))
+    monkeypatch.chdir(tmp_path)
+    assert not run_with(f"model.path={spec.hub_ids[0]}").model.has_released_sizes

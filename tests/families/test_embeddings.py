@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -437,7 +438,26 @@ def test_a_fingerprint_of_an_earlier_version_counts(signs: Path, tmp_path: Path)
 
 def test_a_model_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("/proc/self/mem")  # an error of reading for root as well
-    with pytest.raises(ModelFilesError, match=r"model\.safetensors: .*error.*make the file readable, or move it out"):
+    with pytest.raises(ModelFilesError, match=r"model\.safetensors: .*error.*make it readable, or move it out"):
+        fingerprint([tmp_path])
+
+
+@pytest.mark.parametrize("call", ["scandir", "stat"])
+def test_a_folder_of_a_model_that_cannot_be_read_is_named(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was left out of the hash, or ended a benchmark with a traceback. For root every folder can be read."""
+    (tmp_path / "text_encoder").mkdir()
+    (tmp_path / "text_encoder/model.safetensors").write_bytes(b"")
+    original = getattr(os, call)
+
+    def denied(path: Any, **options: Any) -> Any:
+        if str(path) == str(tmp_path / "text_encoder" / ("" if call == "scandir" else "model.safetensors")):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(path, **options)
+
+    monkeypatch.setattr(os, call, denied)
+    with pytest.raises(ModelFilesError, match=r"text_encoder.*: permission denied, but the files of a model"):
         fingerprint([tmp_path])
 
 

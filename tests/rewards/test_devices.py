@@ -21,7 +21,6 @@ from retouch.rewards.devices import (
     CPU,
     TRAINED_ON,
     devices_of,
-    gpu_count,
     instances,
     own_device,
     serve_argument,
@@ -173,6 +172,7 @@ def test_a_server_for_each_set_of_devices(monkeypatch: pytest.MonkeyPatch, tmp_p
             def urls(self) -> list[str]:
                 return [url]
 
+            def terminate(self) -> None: ...
             def close(self) -> None: ...
 
         monkeypatch.setattr(sharing, "LocalServer", Server)
@@ -199,12 +199,15 @@ def test_a_server_for_each_set_of_devices(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_gpus_are_told_apart_by_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first GPU that a process sees may be any; without a GPU nothing is looked at."""
-    assert visible_gpus() == () or gpu_count()
-    monkeypatch.setattr(devices, "gpu_count", lambda: 2)
-    properties = [SimpleNamespace(uuid="c"), SimpleNamespace(uuid="a")]
+    """The first GPU that a process sees may be any, or a slice of one; without a GPU nothing is looked at."""
+    properties = [SimpleNamespace(uuid="c", name="NVIDIA H100"), SimpleNamespace(uuid="a", name="NVIDIA H100")]
     monkeypatch.setattr("torch.cuda.get_device_properties", properties.__getitem__)
-    assert visible_gpus() == ("c", "a")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    for count, visible in ((0, ()), (1, ("c",)), (2, ("c", "a"))):
+        monkeypatch.setattr(devices, "gpu_count", lambda count=count: count)
+        assert visible_gpus() == visible
+    properties[1].name += " MIG 1g.10gb"
+    assert visible_gpus() == ("c", "a", "MIG-1")
 
 
 def test_processes_that_see_a_gpu_each_have_an_instance_on_each(
@@ -222,6 +225,7 @@ def test_processes_that_see_a_gpu_each_have_an_instance_on_each(
         def urls(self) -> list[str]:
             return [self._url]
 
+        def terminate(self) -> None: ...
         def close(self) -> None: ...
 
     monkeypatch.setattr(sharing, "LocalServer", Server)
@@ -269,6 +273,7 @@ def test_without_a_folder_nothing_is_left_in_the_working_directory(
         def urls(self) -> list[str]:
             return [url]
 
+        def terminate(self) -> None: ...
         def close(self) -> None: ...
 
     with serving({"r": Brightness()}) as url:

@@ -19,7 +19,7 @@ from retouch.config import ConfigError, parse_run
 from retouch.config.load import dump_run
 from retouch.errors import RewardOutage
 from retouch.rewards.client.client import RewardClient
-from retouch.rewards.foreign import fetch
+from retouch.rewards.foreign import fetch, questions_end
 from retouch.rewards.protocol import CheckedScorer, RewardItem
 from retouch.rewards.scorers import judge_client as judge
 from retouch.rewards.scorers import make_scorer
@@ -255,6 +255,10 @@ def test_turns_that_nobody_waits_for_are_not_used_up() -> None:
     for kind, rate in (("requests", 0.6), ("tokens", 1e5)):
         bucket = shared_bucket(asking.address, kind, rate)
         assert bucket is not None and bucket.take(0) == 0.0
+    with questions_end(time.monotonic() + 9.0), pytest.raises(JudgeError, match=r"leaves no turn in [1-9](\.\d+)? s$"):
+        asking.ask(QUESTION)
+    with questions_end(time.monotonic() - 1.0), pytest.raises(JudgeError, match="no time left for a question"):
+        asking.ask(QUESTION)
 
 
 def test_a_limit_of_tokens_is_one_of_those_that_were_used() -> None:

@@ -35,10 +35,11 @@ from retouch.rewards.client.endpoints import (
 )
 from retouch.rewards.client.servers import ServerStatus, readiness
 from retouch.rewards.devices import gpu_count
-from retouch.rewards.server.front import FINISH_S
+from retouch.rewards.server import FINISH_S
 from retouch.rewards.server.launch import LocalServer, ServeOptions, requested, serve
 from retouch.rewards.server.supervisor import DRAIN_S, Instance, Supervisor
 from retouch.rewards.server.worker import _END_S
+from retouch.rewards.sharing import MachineShare
 from retouch.tiny.signs import draw_sign
 from tests.command_line import retouch
 from tests.rewards.fakes import HANG_S, Brightness, closed_port, free_port, get, item, serving, unhurried, until
@@ -476,18 +477,32 @@ def test_a_server_of_a_run_is_closed_with_it(tmp_path: Path) -> None:
 def test_each_part_of_a_server_may_end_within_the_time_of_the_one_that_ends_it() -> None:
     """A run ended its server after 35 s, which gave its fronts 40, and those their requests 30 and their worker 10."""
     waited: list[float] = []
+    _stopped_server(SimpleNamespace(terminate=lambda: None, wait=lambda timeout: waited.append(timeout))).close()
+    (of_run,) = waited
+    assert of_run > DRAIN_S > FINISH_S + 2 * _END_S
+
+
+def test_servers_of_a_run_end_together() -> None:
+    """One was terminated when the one before it had ended: 50 s each."""
+    calls: list[str] = []
+    process = SimpleNamespace(terminate=lambda: calls.append("terminate"), wait=lambda timeout: calls.append("wait"))
+    servers = [_stopped_server(process) for _ in range(2)]
+    MachineShare({}, "cpu", None, False, None, _servers=servers).close()
+    assert calls == ["terminate"] * 2 + ["wait"] * 2
+
+
+def _stopped_server(process: Any) -> LocalServer:
     server = LocalServer.__new__(LocalServer)
     parts: Any = {
         "_closing": threading.Event(),
         "_watch": SimpleNamespace(join=lambda: None),
         "_listeners": [],
-        "_process": SimpleNamespace(terminate=lambda: None, wait=lambda timeout: waited.append(timeout)),
+        "_process": process,
         "_folder": SimpleNamespace(cleanup=lambda: None),
+        "_killed_at": None,
     }
     vars(server).update(parts)
-    server.close()
-    (of_run,) = waited
-    assert of_run > DRAIN_S > FINISH_S + 2 * _END_S
+    return server
 
 
 def test_a_server_of_a_run_that_is_killed_is_started_again_on_its_port(

@@ -22,6 +22,7 @@ from typing import Any, cast
 import pytest
 
 from retouch.config import ConfigError
+from retouch.errors import log_once
 from retouch.rewards.client.servers import ServerStatus
 from retouch.rewards.protocol import CheckedScorer, RewardItem, ScorerSpec
 from retouch.rewards.server import launch
@@ -425,6 +426,17 @@ def test_lines_that_repeat_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None
     for number in range(5000):
         line(number + 10, "peers cannot fill the memory")
     assert len(few._kinds) <= 1000
+
+
+def test_warnings_that_are_logged_once_are_counted_by_their_callers(caplog: pytest.LogCaptureFixture) -> None:
+    """All of them had one place, and the eleventh was left out."""
+    log_once.cache_clear()
+    log, few = logging.getLogger("retouch.test"), FewRepeats()
+    for number in range(11):
+        log_once(log, "first of %s", number)
+    log_once(log, "another")
+    log_once(log, "another")
+    assert [few.filter(record) for record in caplog.records] == [True] * 10 + [False, True]
 
 
 def test_the_output_of_scorers_is_bounded_and_its_end_is_kept(capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from retouch.process import machine
 from retouch.process.machine import Machine, this_machine
 from retouch.rewards import sharing
 from retouch.rewards.client.config import RewardClientConfig
-from retouch.rewards.devices import CPU
+from retouch.rewards.devices import CPU, TRAINED_ON
 from retouch.rewards.scorers.preservation import PreservationReward
 from retouch.rewards.server.launch import LocalServer
 from retouch.rewards.table import RewardTable, statistics_of_all
@@ -96,6 +96,51 @@ def test_a_server_that_does_not_start_stops_every_process(tmp_path: Path, monkey
     assert [str(error) for error in errors] == ["the reward server did not start"] * 3
 
 
+def test_a_part_that_does_not_start_stops_the_processes_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process sees a GPU of its own, and starts its server; that of one is up, and ends with it."""
+    ended: list[str] = []
+
+    class Part:
+        def __init__(self, scorers: Any, log: Path, devices: Any, spending: Any) -> None:
+            self.gpu = threading.current_thread().name
+            if self.gpu == "second":
+                raise ConfigError("the reward server did not start")
+
+        def urls(self) -> list[str]:
+            return [f"http://{self.gpu}"]
+
+        def terminate(self) -> None: ...
+        def close(self) -> None:
+            ended.append(self.gpu)
+
+    monkeypatch.setattr(sharing, "LocalServer", Part)
+    monkeypatch.setattr(sharing, "visible_gpus", lambda: (threading.current_thread().name,))
+    parts, together = ["first", "second"], threading.Barrier(2)
+    said = dict[str, list[Any]]()
+
+    def problem_of(part: str) -> str:
+        threading.current_thread().name = part
+
+        def gather(values: Sequence[Any]) -> list[Any]:
+            said[part] = list(values)
+            together.wait(WAIT_S)
+            everyone = [value for other in parts for value in said[other]]
+            together.wait(WAIT_S)
+            return everyone
+
+        share = sharing.MachineShare({TRAINED_ON: {"clip": {}}}, "cuda:0", tmp_path, False, None)
+        with pytest.raises(ConfigError) as raised:
+            share.start(gather)
+        share.close()
+        return str(raised.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(problem_of, parts)) == ["the reward server did not start"] * 2
+    assert ended == ["first"]
+
+
 MACHINES = {
     "a 1": ("a", "11111111-0"),
     "b 1": ("b", "11111111-0"),  # as containers of one machine
@@ -118,6 +163,7 @@ def test_each_machine_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             def urls(self) -> list[str]:
                 return [urls[self.place]]
 
+            def terminate(self) -> None: ...
             def close(self) -> None: ...
 
         monkeypatch.setattr(sharing, "LocalServer", Placed)

@@ -195,6 +195,15 @@ def test_no_command_is_printed_for_votes_that_cannot_be_trained_on(samples: Path
     assert told[1].startswith("DPO and KTO need the prompt of each image, and a source with each mask")
 
 
+def test_a_list_of_samples_in_a_run_directory_is_no_evaluation(tmp_path: Path) -> None:
+    """The page voted on the list, and its last line denied that a model can be trained on it."""
+    path = listed(tmp_path, [drawn_image(tmp_path, 0, k, 9.0 * k) for k in range(2)])
+    (tmp_path / "config.yaml").touch()
+    options: dict[str, Any] = {"alone": False, "active": None, "goal": 1, "seed": 0}
+    with open_labelling(path.parent, tmp_path / "votes.jsonl", **options) as labelling:
+        assert len(labelling.images) == 2 and not labelling.of_run
+
+
 def test_the_commands_at_the_end_are_those_for_the_votes(tmp_path: Path) -> None:
     votes = tmp_path / "my votes.jsonl"
     images = [drawn_image(tmp_path, e, k, 9.0 * k) for e in range(10) for k in range(2)]

@@ -28,7 +28,7 @@ from retouch.taste.choosing import Chooser
 from retouch.taste.extractor import Extractor
 from retouch.taste.head import read_taste
 from retouch.taste.reward import features_of, fit_reward, half_of
-from retouch.taste.votes import Vote, VotedImage, VoteFile, read_votes
+from retouch.taste.votes import Vote, VotedImage, VoteFile, image_digest, read_votes
 from retouch.training.build import build
 from retouch.types import Score
 from retouch.use.items import SampleRequest, items_to_sample
@@ -177,6 +177,18 @@ def test_votes_are_divided_by_example(votes: Path, tmp_path: Path) -> None:
     train, held_out = (read_votes(part) for part in split(file.path, 0.3))
     assert sorted(v.number for v in (*train, *held_out)) == [v.number for v in file.all()]
     assert not {v.left.example for v in train} & {v.left.example for v in held_out} and len(held_out) > 9
+
+
+def test_votes_on_two_copies_of_one_source_are_on_one_side(tmp_path: Path) -> None:
+    """A copy at another size has other bytes; training found the original of both, and advised to divide the data."""
+    file = VoteFile(tmp_path / "votes.jsonl")
+    for number in range(24):
+        copy = tmp_path / f"{number}.png"
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(copy)
+        image = VotedImage(copy, image_digest(copy), f"e{number}", source=copy, original=f"photo {number // 2}")
+        file.add(Vote(0, "ann", "good", image))
+    train, held_out = ({vote.left.original for vote in read_votes(part)} for part in split(file.path, 0.5))
+    assert train and held_out and not train & held_out
 
 
 def test_a_batch_and_an_odd_mask_change_no_score(taste: Path) -> None:

@@ -29,7 +29,7 @@ def split(path: Path, share: float, by: str = "image", seed: int = 0) -> dict[Pa
     items. No image is copied.
 
     The side of an item follows from its content and the seed alone, not from order or other items, except that items
-    with an image (by the bytes of the file) or a text in common are on one side.
+    with an image (by the bytes of the file, or of that of which it is a copy) or a text in common are on one side.
 
     Args:
         share: of the distinct contents, that is held out; approximate for few items.
@@ -84,7 +84,7 @@ def sides(keys: Sequence[Sequence[Hashable]], share: float, seed: int) -> list[b
 def _keys(item: ItemFiles, by: str) -> list[str]:
     images = paths(images_of(item))
     if by != "text" and images:
-        return [digest(path) for path in images]
+        return [*map(digest, images), *filter(None, [item.original])]
     text = item.metadata.get("text") if by == "text" else None
     return [folded(text if isinstance(text, str) and text.strip() else item.prompt, case_sensitive=False)]
 

@@ -443,7 +443,7 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
         need = world_size * (need + host_bytes(run, weights))
         machine, container = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), container_limit()
         free = has = min(machine, container or machine)
-        where = "this machine" if has == machine else "this container"
+        where = "this machine" if has == machine else "this container or job"
     parts = "" if weights.whole else " (text encoders, VAE or image encoder are not here to be counted)"
     frozen = weights.frozen + weights.adapter
     parts += f", {size(beside)} of networks of {', '.join(scorers)}" if scorers else ""

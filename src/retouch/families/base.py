@@ -17,7 +17,7 @@ from retouch.errors import log_once
 from retouch.families import FAMILIES
 from retouch.families.facts import AdapterFacts, FamilySpec
 from retouch.families.trained import Train, TrainFull, TrainIpAdapter, TrainLora
-from retouch.files.hub import cached
+from retouch.files.hub import cached, is_hub_id
 from retouch.files.model_files import Damaged, json_object
 from retouch.registry import Chosen
 
@@ -274,14 +274,12 @@ class ModelSection(Section):
         if self._is_released or not self.has_released_sizes or self._network_config is not None:
             return None
         path, released = (self.transformer or self).path, next(iter(self.spec.hub_ids), self.family)
-        return (
-            f"whether {path} has the sizes of {released}, by which it is counted: its config is not on this machine; "
-            "`retouch check --memory` downloads it"
-        )
+        told = f"whether {path} has the sizes of {released}, by which it is counted: its config is not on this machine"
+        return f"{told}; `retouch check --memory` downloads it" if is_hub_id(path) else told
 
     @property
     def _is_released(self) -> bool:
-        return self.transformer is None and self.path in self.spec.hub_ids
+        return self.transformer is None and self.path in self.spec.hub_ids and is_hub_id(self.path)
 
     @property
     def _network_config(self) -> Path | None:

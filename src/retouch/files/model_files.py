@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import resources
@@ -259,8 +260,10 @@ def fingerprint(places: Iterable[Path]) -> str | None:
     """
     # Folders of the hub's cache and copies of them lie elsewhere and have other times. Names, sizes and samples of the
     # content are the same for both, and differ for any other weights.
-    inside = (file for place in places for file in ([place] if place.is_file() else place.rglob("*")))
-    files = sorted(file for file in inside if file.is_file())
+    try:
+        files = sorted(file for place in places for file in _files_at(place))
+    except OSError as error:
+        raise _unreadable(error.filename, error) from None
     if not files:
         return None
     # what earlier versions computed, which checkpoints and stored embeddings hold; and one with all of that and the
@@ -281,12 +284,27 @@ def fingerprint(places: Iterable[Path]) -> str | None:
                     stream.seek(start)
                     samples.update(stream.read(_PAGE))
         except OSError as error:
-            raise ModelFilesError(
-                f"{file}: {(error.strerror or str(error)).lower()}, but the files of a model identify it; make the "
-                "file readable, or move it out of the folder"
-            ) from None
+            raise _unreadable(file, error) from None
     samples.update(first.digest())
     return first.hexdigest() + (samples.hexdigest() if sampled else "")
+
+
+def _files_at(place: Path) -> Iterator[Path]:
+    """The file, or those in the folder; none where nothing is. Raises OSError where `Path.rglob` leaves a folder out:
+    one that cannot be listed."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    listed = os.walk(place, onerror=fail) if place.is_dir() else [(place.parent, [], [place.name])]
+    yield from (file for folder, _, names in listed for name in names if (file := Path(folder, name)).is_file())
+
+
+def _unreadable(path: object, error: OSError) -> ModelFilesError:
+    problem = (error.strerror or str(error)).lower()
+    return ModelFilesError(
+        f"{path}: {problem}, but the files of a model identify it; make it readable, or move it out of the folder"
+    )
 
 
 def is_same_model(recorded: object, today: object) -> bool:

@@ -4,7 +4,8 @@
     RUN/environment.json  metrics.jsonl  log.txt  tensorboard/  [wandb/]  [run_id]  images/step-000040/  checkpoints/
 
 metrics.jsonl has one JSON object per line: {"step", "kind": "train" | "rollout" | "eval" | "event", ...}. Timings and
-costs of the first process are under "time" alone; all other fields are equal in equal runs.
+costs of the first process, and counts of the reward clients of all processes, are under "time" alone; all other fields
+are equal in equal runs.
 """
 
 from __future__ import annotations

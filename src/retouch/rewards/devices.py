@@ -39,12 +39,15 @@ def gpu_count() -> int:
 
 def visible_gpus() -> tuple[str, ...]:
     """Identifiers (UUID) of the GPUs that are visible to this process, by number: a launcher, or the control group of a
-    job, may give each process another one under the same number."""
+    job, may give each process another one under the same number. Slices of a GPU (MIG) may have its UUID: with one, the
+    choice of CUDA_VISIBLE_DEVICES follows."""
     if not (count := gpu_count()):
         return ()
     import torch
 
-    return tuple(str(torch.cuda.get_device_properties(number).uuid) for number in range(count))
+    gpus = [torch.cuda.get_device_properties(number) for number in range(count)]
+    chosen = [os.environ.get("CUDA_VISIBLE_DEVICES", "")] if any("MIG" in gpu.name for gpu in gpus) else []
+    return (*(str(gpu.uuid) for gpu in gpus), *chosen)
 
 
 def devices_of(name: str, entry: RewardEntry, own: str) -> Devices:

@@ -99,6 +99,8 @@ class MachineShare:
 
     def close(self) -> None:
         for server in self._servers:
+            server.terminate()
+        for server in self._servers:
             server.close()
         self._servers.clear()
         if self.cache:

@@ -38,9 +38,10 @@ def images_to_vote_on(path: Path, beside: Path, *, trust: bool = False) -> list[
     """The images of a run directory, a folder or a list, without copies and without those that cannot be read.
 
     A list is a JSON, JSONL or CSV file of `{"image", "example"?, "prompt"?, "text"?, "source"?, "mask"?, "seed"?,
-    "weights"?}`, as `retouch sample --for-votes` writes it into a folder, which is then read by its list. In another
-    folder with subfolders, images of the same name are of one example, one of each subfolder; else those whose names
-    differ by a number at the end. `photo_mask.png` and `photo.txt` beside `photo.png` are its mask and its prompt.
+    "weights"?, "original"?}`, as `retouch sample --for-votes` writes it into a folder, which is then read by its list.
+    In another folder with subfolders, images of the same name are of one example, one of each subfolder; else those
+    whose names differ by a number at the end. `photo_mask.png` and `photo.txt` beside `photo.png` are its mask and its
+    prompt.
 
     Args:
         beside: folder of the votes; sources and masks of a run are written below it.
@@ -49,8 +50,9 @@ def images_to_vote_on(path: Path, beside: Path, *, trust: bool = False) -> list[
     Raises:
         DataError: nothing to vote on.
     """
+    of_run = is_run(path)
     path = path / SAMPLES if (path / SAMPLES).is_file() else path
-    if (path / "config.yaml").is_file():
+    if of_run:
         found = _of_run(path, beside, trust)
     elif path.is_dir():
         found = _of_folder(path)
@@ -62,6 +64,11 @@ def images_to_vote_on(path: Path, beside: Path, *, trust: bool = False) -> list[
     if not unique:
         raise DataError(f"{path}: no images to vote on")
     return [*unique.values()]
+
+
+def is_run(path: Path) -> bool:
+    """Whether the images there are those of a run's evaluations; a folder with a list is read by its list."""
+    return (path / "config.yaml").is_file() and not (path / SAMPLES).is_file()
 
 
 def voted_image(image: Path, example: str, **about: Any) -> VotedImage:

@@ -31,7 +31,7 @@ from retouch.observe.loopback import LoopbackHandler, LoopbackServer, open_on
 from retouch.process.plain_text import count_of
 from retouch.taste.choosing import Ballot, Chooser, Informative
 from retouch.taste.fitting import MIN_EXAMPLES
-from retouch.taste.images import images_to_vote_on
+from retouch.taste.images import images_to_vote_on, is_run
 from retouch.taste.likelihood import PAIR_ANSWERS, SINGLE_ANSWERS, Answer
 from retouch.taste.votes import Vote, VotedImage, VoteFile
 
@@ -147,7 +147,7 @@ def open_labelling(
                 f"{images}: {len(found)} images, and no two of one example; vote on single ones with --alone, or add "
                 "images of other seeds or weights"
             )
-        yield Labelling(found, file, chooser, alone, goal, (images / "config.yaml").is_file())
+        yield Labelling(found, file, chooser, alone, goal, is_run(images))
     finally:
         lock.release()
 

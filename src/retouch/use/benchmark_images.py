@@ -23,7 +23,7 @@ from retouch.data.identity import digest
 from retouch.data.sampler import derive_seed
 from retouch.errors import ModelFilesError
 from retouch.files import plain_json
-from retouch.files.disk import expanded, read_bounded, write_first
+from retouch.files.disk import expanded, read_bounded, write_first, write_whole
 from retouch.imaging.file_image import FileImage
 from retouch.imaging.png import png_text, write_png
 from retouch.imaging.reading import open_image, to_rgb
@@ -134,7 +134,7 @@ def chunks_of(
 
 
 def claim(folder: Path, about: Mapping[str, Any]) -> None:
-    """Record where the images of a folder come from.
+    """Record where the images of a folder come from, with files of the base as soon as one process finds them here.
 
     Raises:
         ConfigError: it holds images of other weights or settings, or images without a record.
@@ -152,8 +152,10 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
             raise ConfigError(f"--out: {record} is not the record of the images in {folder}; delete both")
         # what earlier versions did not record
         later = {name: told.get(name) for name in ("benchmark", "read", "files")}
-        known = {**later, **cast("dict[str, Any]", before)}
+        recorded = cast("dict[str, Any]", before)
+        known, learned = {**later, **recorded}, dict[str, Any]()
         if isinstance(then := known.get("files"), dict) and isinstance(now := told.get("files"), dict):
+            learned = {name: value for name, value in now.items() if value and not then.get(name)}
             both = [name for name, value in now.items() if value and then.get(name)]  # the others were not here
             known["files"], told["files"] = ({name: files[name] for name in both} for files in (then, now))
         if (difference := _difference({name: known.get(name) for name in told}, told)) is not None:
@@ -161,6 +163,8 @@ def claim(folder: Path, about: Mapping[str, Any]) -> None:
                 f"--out: {folder} holds images of another {difference}; give another --out, or delete that folder and "
                 "its .json"
             )
+        if learned:  # the first process sampled with a base of the hub that it had yet to download
+            write_whole(record, _text({**recorded, "files": {**recorded["files"], **learned}}))
 
 
 def _difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -181,7 +185,11 @@ def _recorded(record: Path, told: Mapping[str, Any], folder: Path, filled: bool)
     """Write the record -> whether this process did; another one may have come first."""
     if filled:
         raise ConfigError(f"--out: {folder} holds files, but {record} is missing, which names their weights; move them")
-    return write_first(record, json.dumps(told, indent=2) + "\n")
+    return write_first(record, _text(told))
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, indent=2) + "\n"
 
 
 def sample_outputs(

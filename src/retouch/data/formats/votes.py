@@ -51,6 +51,7 @@ class VotesData(ImageSection):
             ItemFiles(
                 number, vote.left.prompt, vote.left.source, target_path=first[vote.left.example].image,
                 metadata={} if vote.left.text is None else {"text": vote.left.text}, name=_name(vote),
+                original=vote.left.original,
             )
             for number, vote in enumerate(votes)
         )  # fmt: skip

@@ -57,7 +57,8 @@ class RewardClientConfig(Section):
     """Action if a probe differs by more: log a warning, or stop the run, resumable (exit 3)."""
     cache: bool = False
     """Keep the scores of servers in RUN/rewards.sqlite; a resumed run does not request them again. Each of several
-    machines has its own file. `retouch eval` keeps none."""
+    machines has its own file. `retouch eval` has no such file; with `--benchmark` the scores in OUT/observations
+    are not requested again."""
 
     @property
     def collective_s(self) -> float:

@@ -307,12 +307,12 @@ class JudgeClient:
     def _wait_turn(self, deadline: float) -> None:
         taken = [(b, n) for b, n in ((self._requests, 1), (self._tokens, _TOKENS_OF_IMAGE)) if b is not None]
         wait = max([bucket.take(amount) for bucket, amount in taken], default=0.0)
-        if time.monotonic() + wait > deadline:
+        left = deadline - time.monotonic()
+        if wait > left:
             for bucket, amount in taken:  # unused turns would delay the next batch
                 bucket.take(-amount)
-            problem = (
-                f"the rate limit leaves no turn in {self.timeout_s:g} s" if wait else "no time left for a question"
-            )
+            is_late = wait > 0 and left > 0
+            problem = f"the rate limit leaves no turn in {left:.3g} s" if is_late else "no time left for a question"
             raise JudgeError(f"{self.address}: {problem}", retryable=True)
         time.sleep(wait)
 

@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from retouch.process.machine import raise_handle_limit
+from retouch.rewards.server import FINISH_S
 from retouch.rewards.server.admission import Limits
 from retouch.rewards.server.app import app_of
 from retouch.rewards.server.connections import protocol_of
@@ -22,9 +23,6 @@ from retouch.rewards.server.output import FewRepeats, begin_process
 from retouch.rewards.server.worker import ProcessWorker
 
 logger = logging.getLogger(__name__)
-
-FINISH_S = 30
-"""Seconds for open requests once the server is to end."""
 
 
 def run_app(app: FastAPI, listener: socket.socket, limits: Limits, token: str | None) -> None:

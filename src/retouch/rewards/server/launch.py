@@ -248,6 +248,7 @@ class LocalServer:
         self._command += ["--endpoints", str(self._endpoints), "--options", json.dumps(scorers)]
         self._command += ["--devices", serve_argument(devices), "--with-parent", str(os.getpid())]
         log.parent.mkdir(parents=True, exist_ok=True)
+        self._killed_at: float | None = None
         self._process = self._start()
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._keep, daemon=True, name="reward-server-watch")
@@ -309,13 +310,21 @@ class LocalServer:
     def pid(self) -> int:
         return self._process.pid
 
+    def terminate(self) -> float:
+        """Begin to close it -> when `close` kills it, on the clock of `time.monotonic`. Each of several servers is
+        terminated before the first one is waited for."""
+        if self._killed_at is None:
+            self._closing.set()
+            self._watch.join()
+            self._refuse()
+            self._process.terminate()
+            self._killed_at = time.monotonic() + DRAIN_S + 5.0
+        return self._killed_at
+
     def close(self) -> None:
-        self._closing.set()
-        self._watch.join()
-        self._refuse()
-        self._process.terminate()
+        killed_at = self.terminate()
         try:
-            self._process.wait(timeout=DRAIN_S + 5.0)
+            self._process.wait(timeout=max(0.0, killed_at - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

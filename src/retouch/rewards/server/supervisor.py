@@ -22,14 +22,15 @@ from retouch.errors import ConfigError
 from retouch.process.signals import ENDING
 from retouch.rewards.addresses import name_of
 from retouch.rewards.client.servers import ServerStatus, readiness
+from retouch.rewards.server import FINISH_S
 
 logger = logging.getLogger(__name__)
 
 WATCH_S = 0.1
 _EARLY_S = 5.0  # a front that ends sooner than this after its start may never become ready
 _EARLY_DEATHS = 5
-DRAIN_S = 45.0
-"""Seconds for a front to end: 30 for its open requests, and 10 for its worker."""
+DRAIN_S = FINISH_S + 15.0
+"""Seconds for a front to end: `FINISH_S` for its open requests, and 10 for its worker."""
 
 _STATUS_S = 1.0
 _ASK_S = 0.5
