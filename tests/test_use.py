@@ -461,6 +461,10 @@ def test_given_weights_are_of_the_stage_of_their_checkpoint(finished: Finished, 
     for given, by_rl in ((warmed_up, False), (newest, True), (newest / "ema", True), (alone, True)):
         for where in ((run, None), (None, run / "config.yaml")):
             assert Trained.find(*where, given, None).after_rl == ({"trained"} if by_rl else set())
+    for name in ("state.json", "complete.json"):  # of another program; a folder above the weights is no checkpoint
+        (tmp_path / name).write_text("{}")
+        inside = shutil.copytree(alone, tmp_path / name.partition(".")[0] / "weights")
+        assert Trained.find(run, None, inside, None).after_rl == {"trained"}
 
 
 def test_averaged_weights_that_a_checkpoint_has_not_are_no_others(finished: Finished, tmp_path: Path) -> None:

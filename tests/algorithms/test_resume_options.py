@@ -19,12 +19,14 @@ from retouch.algorithms.grpo.config import GrpoConfig
 from retouch.config import RunConfig
 from retouch.config.base import Section
 from retouch.config.optimizer import OptimizerConfig
+from retouch.config.parts import completed
 from retouch.config.rollout import RolloutConfig, Window
 from retouch.config.training import EmaConfig, EvaluationConfig, LoggingConfig, TrainingConfig
 from retouch.data.formats import FORMATS
 from retouch.families import FAMILIES
 from retouch.families.base import Train
 from retouch.families.flux.base import FluxModel
+from retouch.observe.settings import scoring_differences
 from retouch.rewards import REWARDS
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
@@ -346,6 +348,39 @@ def test_options_that_an_epoch_depends_on_are_not_free() -> None:
         for name in names:
             assert not kind.is_free_in_epoch(name, 1, 2), f"{kind.__name__}.{name}"
     assert not FAMILIES["flux_fill"].is_free_in_epoch("vae_batch", "all", "tiles")
+
+
+def test_a_retired_option_of_another_value_is_refused_or_free(config: Callable[..., RunConfig]) -> None:
+    """Of every table of them. The epoch of an older version would go on as today; its evaluations are compared by the
+    option, too."""
+    walked = [*sections(), ("reward_client", RewardClientConfig)]
+    refused: dict[str, bool] = {}
+    for key, kind in walked:
+        for name, today in kind.retired().items():
+            section = kind.model_validate({"model": "m"} if "model" in kind.model_fields else {})
+            run = with_section(config(), key, section)
+            now = run.model_dump(mode="json", serialize_as_any=True)
+            for value in (today, ANOTHER):
+                before = inside = dict(now)
+                for part in key.split("."):
+                    inside[part] = inside = dict(inside[part])
+                inside[name] = value
+                found = list(changes_in_epoch(run, before, now))
+                assert found in ([], [(f"{key}.{name}", ANOTHER, today, True)])
+                assert not found or value == ANOTHER
+                if "rewards" in key:
+                    entries = [completed(one)["rewards"]["a"] for one in (before, now)]
+                    assert scoring_differences(*entries) == [name] * (value == ANOTHER)
+            refused[name] = bool(found)
+    assert refused == {
+        **dict.fromkeys(("show_source", "alignment_weight", "quality_weight"), True),
+        **dict.fromkeys(("sft_shifted_times", "warmup_shifted_times", "late_rewards", "hedge_after_s"), False),
+    }
+    kinds: list[type[Section]] = [Section]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    owners = {kind for kind in kinds if vars(kind).get("RETIRED") and kind.__module__.startswith("retouch")}
+    assert owners <= {base for _, kind in walked for base in kind.__mro__}
 
 
 def test_options_of_a_plug_in_are_refused_until_it_declares_them(config: Callable[..., RunConfig]) -> None:

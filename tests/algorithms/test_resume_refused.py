@@ -23,6 +23,7 @@ from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
 from retouch.families.embeddings import base_files
 from retouch.families.loading import tiny_path
+from retouch.rewards import REWARDS
 from retouch.training.experience import (
     Experience,
 )
@@ -202,6 +203,24 @@ def test_an_option_that_an_older_checkpoint_lacks_had_its_default(
     may_go_on(tmp_path, state, parse_run(run, before), {})
     with pytest.raises(CheckpointError, match=rf"lies inside an epoch of {key}={default}, the run file has"):
         may_go_on(tmp_path, state, parse_run(run, [*before, f"{key}={value}"]), {})
+
+
+def test_a_retired_option_of_a_reward_cannot_be_set_back(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(REWARDS["preservation"], "RETIRED", {"former": 1})
+    run = yaml.safe_load((written.parent / "runs" / "t" / "config.yaml").read_text(encoding="utf-8"))
+    config = parse_run(run)
+    run["rewards"]["preservation"]["former"] = 2
+    state = {"config": yaml.safe_dump(run), "progress": {"phase": "rl"}}
+    may_go_on(tmp_path, state, config, {})
+    (tmp_path / "rollouts.safetensors").touch()
+    told = (
+        r"epoch of rewards\.preservation\.former=2, an option of earlier versions; every run has 1; "
+        r"resume from a checkpoint without rollouts\.safetensors, or with the version that wrote it"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        may_go_on(tmp_path, state, config, {})
 
 
 # --- what an epoch was sampled from ---

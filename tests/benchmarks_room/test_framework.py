@@ -21,8 +21,11 @@ from retouch.benchmarks.result import ResultColumn, benchmark_table, is_of, resu
 from retouch.config import ConfigError
 from retouch.data.base import ItemFiles
 from retouch.observe.statistics import bootstrap_intervals
+from retouch.rewards.base import RewardEntry
 from retouch.rewards.client.revisions import Revisions
+from retouch.rewards.scorers.complex_edit import ComplexEditReward
 from retouch.rewards.scorers.ocr import OcrReward
+from retouch.rewards.scorers.pairwise import PairwiseReward
 from retouch.types import Failure, Outcome, Score
 
 
@@ -170,6 +173,18 @@ def test_a_reward_is_known_by_what_changes_its_scores() -> None:
     assert reward_digest(OcrReward(weight=2.0, threads=1), "v1") == plain
     assert reward_digest(OcrReward(detect=False), "v1") != plain
     assert reward_digest(OcrReward(), "v2") != plain
+
+
+@pytest.mark.parametrize(
+    ("entry", "before"),
+    [
+        (PairwiseReward(model="m"), "b8bf0ed4922152f16b2209a7"),
+        (ComplexEditReward(model="m"), "77c8029bff5541e47994f160"),
+    ],
+)
+def test_an_option_that_is_retired_makes_no_other_reward(entry: RewardEntry, before: str) -> None:
+    """Hashes of the versions that had it: a benchmark that was half scored by them does not pay its judge again."""
+    assert reward_digest(entry, "r") == before
 
 
 # --- intervals and results ---

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from retouch.config import ConfigError, RunConfig
-from retouch.config.check import require_trainable
+from retouch.config.check import require_trainable, warnings_of
 from retouch.data.formats.mmmg import DISCIPLINES, LEVELS
 
 Problems = Callable[..., list[str]]
@@ -431,13 +431,18 @@ LOW = [("fp16", "no", "fp16"), ("fp16", "bf16", "bf16"), ("bf16", "fp16", "fp16"
 def test_frozen_weights_in_another_low_precision_than_autocast(
     dtype: str, precision: str, remedy: str, run_with: RunWith
 ) -> None:
-    """An fp16 network without a loss scaler has gradients of 0; torch's autocast refuses the other of fp16 and bf16.
-    Weights that are all trained are fp32."""
+    """Small gradients of an fp16 network underflow to 0 without a loss scaler; torch's autocast refuses the other of
+    fp16 and bf16. Weights that are all trained are fp32. An older run goes on as it began, with a warning."""
     given = f"model.dtype={dtype}", f"training.mixed_precision='{precision}'"
-    with pytest.raises(ConfigError, match=f"training.mixed_precision: given '{precision}', but model.dtype is {dtype}"):
+    problem = f"training.mixed_precision: given '{precision}', but model.dtype is {dtype}"
+    with pytest.raises(ConfigError, match=problem):
         require_trainable(run_with(*given))
+    resumed = run_with(*given, "resume=auto")
+    require_trainable(resumed)
+    assert [problem in line for line in warnings_of(resumed)].count(True) == 1
     require_trainable(run_with(*given, "model.train={kind: full}"))
     require_trainable(run_with(f"model.dtype={remedy}", f"training.mixed_precision={remedy}"))
+    require_trainable(run_with("model.dtype=fp32", "training.mixed_precision='no'"))  # docs/troubleshooting.md
 
 
 def test_ppo_is_grpo_on_the_whole_batch(run_with: RunWith) -> None:

@@ -161,6 +161,22 @@ def test_the_evaluations_of_a_run_have_it_since_the_first_of_rl(
     assert told == [f"since step 20: {transfers(BEFORE, last, ['ocr'], ['a'])[0].text()}"]
 
 
+def test_evaluations_of_no_common_example_are_compared_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As those on votes of earlier versions, whose examples had other ids: their guards would be silent for good."""
+    entries = {"ocr": OcrReward(), "a": OcrReward(role="gold")}
+    rewards = SimpleNamespace(entries=entries, evaluated=[*entries], trained=["ocr"], weights={"ocr": 1.0, "a": 0.0})
+    config = SimpleNamespace(training=SimpleNamespace(stop_on_plateau=False))
+    run: Any = SimpleNamespace(config=config, rewards=rewards, dir=Directory(tmp_path), eval_is_held_out=True)
+    others = [{**row, "example": row["example"] + 100} for row in BEFORE]
+    for step, evaluated in ((0, others), (20, others), (40, BEFORE), (60, after(GAINS, HALF, HALF))):
+        measures = [{**row, "ocr": row["ocr.ned"], "a": row["a.ned"]} for row in evaluated]
+        record_evaluation(run, step, "step", Evaluation(measures, []), {}, images=0, compared_from=0)
+    [first, *_, last] = run.dir.logged
+    assert "ocr.hacking_index" not in first and last["ocr.hacking_index"] == pytest.approx(0.125)
+    [told] = [line for line in caplog.messages if "later ones are not compared with them" in line]
+    assert told.startswith(f"{tmp_path}: evaluations up to step 20 have no example in common with later ones")
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [

@@ -23,7 +23,7 @@ from retouch.data.identity import digest, trained_on
 from retouch.imaging.reading import packed
 from retouch.taste.choosing import Chooser
 from retouch.taste.images import images_to_vote_on
-from retouch.taste.votes import Vote, VoteFile
+from retouch.taste.votes import Vote, VotedImage, VoteFile, image_digest
 from retouch.use.sampling import SAMPLES, inputs_for_votes, list_for_votes
 
 
@@ -63,6 +63,29 @@ def test_of_a_run_the_images_of_an_example_differ_in_weights_or_in_seed(
     one.mask.rename(one.mask.with_name("00000-mask-of-another-run.png"))  # another run of the same name
     again = images_to_vote_on(run, tmp_path / "votes")[0].mask
     assert again is not None and np.array_equal(np.asarray(Image.open(again)), mask)
+
+
+def test_a_run_that_evaluated_each_vote_is_read(run_file: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """As earlier versions did, by an id of its own."""
+    images = list[VotedImage]()
+    for number in range(2):
+        Image.new("RGB", (64, 32), (number, 0, 0)).save(tmp_path / f"{number}.png")
+        images.append(VotedImage(tmp_path / f"{number}.png", image_digest(tmp_path / f"{number}.png"), "0", "a sign"))
+    votes = VoteFile(tmp_path / "votes.jsonl")
+    for answer in ("left", "right"):
+        votes.add(Vote(0, "ann", answer, images[0], images[1]))
+    about = {"format": "votes", "path": str(votes.path), "votes_as": "labels"}
+    folder = tmp_path / "runs" / "evaluations" / "step-000000"
+    folder.mkdir(parents=True)
+    (tmp_path / "runs" / "config.yaml").write_text(yaml.safe_dump(run_file(evaluation__data=about)))
+    of_votes = cast("list[ItemFiles]", VotesData.model_validate(about).list_items())
+    ids = [of_votes[0].id, of_votes[-1].id, VotesData.model_validate(about).each_once(of_votes)[0].id]
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"example": one, "index": 0}) + "\n" for one in ids))
+    for number in range(3):
+        Image.new("RGB", (64, 32), (0, number, 0)).save(folder / f"{number:05d}.png")
+    (tmp_path / "runs" / "metrics.jsonl").write_text(json.dumps({"kind": "eval", "step": 0, "images": 3}) + "\n")
+    found = images_to_vote_on(tmp_path / "runs", tmp_path / "again")
+    assert [(one.example, one.prompt) for one in found] == [(str(one), "a sign") for one in ids]
 
 
 def test_a_mask_of_another_size_than_its_image_is_refused(tmp_path: Path) -> None:

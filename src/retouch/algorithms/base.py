@@ -255,10 +255,10 @@ class RlConfig(Objective):
     """Base of every algorithm but SFT: those that train on rewards, given pairs or labels, after a warm-up."""
 
     KEPT: ClassVar[Set[str]] = {"sft_steps"}
-    FREE_IN_EPOCH: ClassVar[Set[str]] = {"combine", "resample_rounds"}
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"combine", "resample_rounds", "sft_shifted_times", "warmup_shifted_times"}
     READS: ClassVar[Set[Reading]] = {"diffusion", "solver", "warm_up", "rollouts", "epochs"}
-    ALIASES: ClassVar[Mapping[str, str]] = {"warmup_steps": "sft_steps", "warmup_shifted_times": "sft_shifted_times"}
-    RETIRED: ClassVar[Mapping[str, object]] = {"sft_shifted_times": True}
+    ALIASES: ClassVar[Mapping[str, str]] = {"warmup_steps": "sft_steps"}
+    RETIRED: ClassVar[Mapping[str, object]] = {"sft_shifted_times": True, "warmup_shifted_times": True}
 
     sft_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of the supervised warm-up (SFT) before the first rollout; they count towards
@@ -360,8 +360,7 @@ class RlConfig(Objective):
 class AdvantageConfig(RlConfig):
     """From rewards to advantages."""
 
-    FREE_IN_EPOCH: ClassVar[Set[str]] = {"baseline", "scale", "skip_zero_std_groups", "advantages"}
-
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"baseline", "scale", "skip_zero_std_groups", "advantages", "late_rewards"}
     RETIRED: ClassVar[Mapping[str, object]] = {"late_rewards": "wait"}
 
     advantage_clip: Positive = 5.0

@@ -29,13 +29,15 @@ _SEAL = re.compile(rb', "check": "([0-9a-f]{16})"}$')
 
 
 def reward_digest(entry: RewardEntry, revision: str, gate: str = "") -> str:
-    """Hash of everything that a reward's scores depend on.
+    """Hash of everything that a reward's scores depend on. It has the retired options with today's values, as versions
+    that had them: outcomes on record stay those of the same reward.
 
     Args:
         gate: hash of the reward that gates it, whose value is a factor of its own; "" if none does.
     """
     unscored = {*UNSCORED, *entry.unscored}
-    keys = {name: value for name, value in entry.model_dump(mode="json").items() if name not in unscored}
+    options = {**entry.retired(), **entry.model_dump(mode="json")}
+    keys = {name: value for name, value in options.items() if name not in unscored}
     told = [keys, without_fingerprints(revision), *([gate] if gate else [])]
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=12).hexdigest()
 

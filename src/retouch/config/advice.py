@@ -142,7 +142,7 @@ def _clip_below_rounding(run: RunConfig, world_size: int) -> str | None:
     return (
         "algorithm.old_log_probs: given 'recorded' in bf16 under guidance, where rounding alone moves the log ratio by "
         f"up to {ROUNDING:g}, above algorithm.clip_range {clip:g}: after the first step of an epoch it clips at "
-        "random; set old_log_probs=recomputed, or training.mixed_precision=fp16"
+        "random; set old_log_probs=recomputed, or model.dtype=fp16 training.mixed_precision=fp16"
     )
 
 

@@ -127,6 +127,17 @@ class Section(BaseModel):
         return any(name in vars(kind).get("FREE_IN_EPOCH", ()) for kind in cls.__mro__)
 
     @classmethod
+    def retired(cls) -> dict[str, object]:
+        """`RETIRED` of this class and of its bases."""
+        tables = [cast("Mapping[str, object]", vars(kind).get("RETIRED", {})) for kind in cls.__mro__]
+        return {key: today for table in tables for key, today in table.items()}
+
+    @classmethod
+    def retired_in(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Retired options of a section with another value than every run has today."""
+        return {key: given[key] for key, today in cls.retired().items() if given.get(key, today) != today}
+
+    @classmethod
     def renamed(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The keys and values of a section under their current names; a former one is logged once.
 
@@ -171,13 +182,11 @@ class Section(BaseModel):
     def _former_names(cls, value: object) -> object:
         if not isinstance(value, Mapping):
             return value
-        section = cls.renamed(cast("Mapping[str, Any]", value))
-        for kind in cls.__mro__:
-            for key, today in cast("Mapping[str, object]", vars(kind).get("RETIRED", {})).items():
-                if (given := section.pop(key, today)) != today:  # a stored run file is still read
-                    told = f"{given!r}, which earlier versions had; every run has {today!r}"
-                    log_once(logger, "%s: given %s", key, told)
-        return section
+        section, retired = cls.renamed(cast("Mapping[str, Any]", value)), cls.retired()
+        for key, given in cls.retired_in(section).items():  # a stored run file is still read
+            told = f"{given!r}, which earlier versions had; every run has {retired[key]!r}"
+            log_once(logger, "%s: given %s", key, told)
+        return {key: given for key, given in section.items() if key not in retired}
 
 
 def sections(value: object, key: str = "") -> Iterator[tuple[str, Section]]:

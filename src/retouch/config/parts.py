@@ -9,6 +9,7 @@ from typing import Any, cast
 from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
 
 from retouch.algorithms import ALGORITHMS
+from retouch.config.base import Section
 from retouch.config.errors import ConfigError, explain, field_annotation
 from retouch.config.load import with_new_names
 from retouch.config.presets import section_of
@@ -45,8 +46,9 @@ def trains_text_encoder(run: Mapping[str, Any]) -> bool:
 
 
 def completed(run: Mapping[str, Any]) -> dict[str, Any]:
-    """A run file with the present names of its keys and the defaults of keys that it does not have. A section that
-    cannot be read, such as one of a plug-in, stays as it is written."""
+    """A run file with the present names of its keys and the defaults of keys that it does not have. A retired option
+    stays where its value is not what every run has today, and a section that cannot be read, such as one of a plug-in,
+    as it is written."""
     named = with_new_names(run)
     found = dict(named)
     for key, info in RunConfig.model_fields.items():
@@ -68,6 +70,9 @@ def _entry(name: str, given: object) -> object:
 def _completed(annotation: Any, value: object) -> Any:
     adapter = TypeAdapter[Any](annotation)
     try:
-        return adapter.dump_python(adapter.validate_python(value), mode="json")
+        found = adapter.validate_python(value)
     except ValidationError:
         return value
+    retired = type(found).retired_in(cast("dict[str, Any]", value)) if isinstance(found, Section) else {}
+    dumped = adapter.dump_python(found, mode="json")
+    return {**dumped, **retired} if retired else dumped

@@ -73,8 +73,9 @@ class TrainingConfig(Section):
     rewards of role train, a name the values of that reward."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "bf16"
     """Autocast of forward and backward; trained weights stay fp32. "no" computes in model.dtype: a bf16 base and its
-    LoRA then compute in bf16 throughout, as diffusers' pipelines do; autocast has norms and sums in fp32. Under
-    LoRA a model.dtype of fp16 needs fp16 here, whose loss scaler keeps small gradients above 0."""
+    LoRA then compute in bf16 throughout, as diffusers' pipelines do; autocast has norms and sums in fp32.
+    Without full training a model.dtype of fp16 needs fp16 here, whose loss scaler keeps small gradients above 0, and
+    fp16 here needs a model.dtype of fp16 or fp32."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, one more forward."""
     compile: Annotated[bool, ReadBy("diffusion")] = False
@@ -114,7 +115,8 @@ class TrainingConfig(Section):
             )
 
     def check_trainable(self, run: RunConfig, key: str = "") -> None:
-        self._require_precision(run, f"{key}.mixed_precision: given {self.mixed_precision!r}")
+        if run.resume is None and (problem := self._precision_problem(run)) is not None:
+            raise ValueError(problem)
         given = self.stop_on_plateau
         told = f"{key}.stop_on_plateau: given {str(given).lower() if given is True else given}"
         scored = {name: entry for name, entry in run.rewards.items() if not entry.compares_group()}
@@ -129,24 +131,28 @@ class TrainingConfig(Section):
                 "or set it to false"
             )
 
-    def _require_precision(self, run: RunConfig, given: str) -> None:
-        dtype = run.model.dtype
+    def _precision_problem(self, run: RunConfig) -> str | None:
+        given, dtype = f"training.mixed_precision: given {self.mixed_precision!r}", run.model.dtype
         if dtype == "fp32" or run.algorithm.trained_kind(run) == "full":
-            return
+            return None
         if (dtype, self.mixed_precision) == ("fp16", "no"):
-            raise ValueError(
-                f"{given}, but model.dtype is fp16, whose gradients are 0 without a loss scaler; set "
+            return (
+                f"{given}, but model.dtype is fp16, whose small gradients underflow to 0 without a loss scaler; set "
                 "training.mixed_precision=fp16, or model.dtype=bf16"
             )
         if self.mixed_precision not in ("no", dtype) and not run.algorithm.trains_text_encoder:
-            raise ValueError(
+            return (
                 f"{given}, but model.dtype is {dtype}, which torch's autocast does not combine with it; set "
                 f"model.dtype={self.mixed_precision}"
             )
+        return None
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
-        """Those about a stop that cannot come: no errors, because smoke runs, other rewards and another algorithm are
-        overrides of a run file that has it."""
+        """One about the precision of a run that is resumed, which may be older than the rule; and those about a stop
+        that cannot come: no errors, because smoke runs, other rewards and another algorithm are overrides of a run
+        file that has it."""
+        if run.resume is not None and (problem := self._precision_problem(run)) is not None:
+            yield problem
         if self.stop_on_plateau is False:
             return
         stays = "and training.stop_on_plateau will not stop the run"

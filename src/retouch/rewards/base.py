@@ -165,8 +165,9 @@ class RewardEntry(Section):
 
     @classmethod
     def is_free_in_epoch(cls, name: str, then: object, now: object) -> bool:
-        """An epoch has recorded advantages, whatever scored them, and gradients of the pixels."""
-        return name != "gradient_weight"
+        """An epoch has recorded advantages, whatever scored them, and gradients of the pixels. A retired option is not
+        free: who resumes has not chosen the change."""
+        return name != "gradient_weight" and name not in cls.retired()
 
     @abstractmethod
     def make(self) -> Scorer:

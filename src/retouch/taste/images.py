@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from retouch.config import load_run
-from retouch.data.base import DataError
+from retouch.data.base import DataError, DataSection, ItemFiles
 from retouch.data.dataset import load_dataset, read_item
 from retouch.data.discover import CAPTIONS, MASKS
 from retouch.data.identity import content_of
@@ -119,7 +119,8 @@ def _of_folder(path: Path) -> Iterator[VotedImage]:
 def _of_run(run: Path, beside: Path, trust: bool) -> Iterator[VotedImage]:
     """The images that evaluations kept."""
     config = load_run(run / "config.yaml", trust=trust)
-    data = load_dataset(config.evaluation.data or config.data, "evaluation.data").each_once
+    data = load_dataset(config.evaluation.data or config.data, "evaluation.data")
+    items = {item.id: item for item in (*data.items, *data.each_once.items)}  # earlier versions evaluated all
     name = run.resolve().name
     written, counts = beside / f"{name}-inputs", images_of(read_metrics(run / "metrics.jsonl"))
     inputs: dict[int, Mapping[str, Any]] = {}
@@ -129,17 +130,17 @@ def _of_run(run: Path, beside: Path, trust: bool) -> Iterator[VotedImage]:
             if not (image := folder / f"{number:05d}.png").is_file():
                 break  # the first ones are kept
             if row["example"] not in inputs:
-                inputs[row["example"]] = _inputs(data, row["example"], written)
+                inputs[row["example"]] = _inputs(items, row["example"], data.config, written)
             about = {**inputs[row["example"]], "text": row.get("text"), "seed": row["index"]}
             yield voted_image(image, str(row["example"]), **about, weights=f"{name} step {step}")
 
 
-def _inputs(data: Any, number: int, written: Path) -> Mapping[str, Any]:
+def _inputs(items: Mapping[int, ItemFiles], number: int, config: DataSection, written: Path) -> Mapping[str, Any]:
     """Prompt, source and mask of an example; the images as the run reads them, written below `written`."""
-    item = next((item for item in data.items if item.id == number), None)
+    item = items.get(number)
     if item is None:
         raise ConfigError(f"evaluation.data no longer has example {number}; give the data of the run")
-    example, files = read_item(item, data.config)[0], dict[str, Path]()
+    example, files = read_item(item, config)[0], dict[str, Path]()
     for name in ("source", "mask"):
         if (image := getattr(example, name)) is not None:
             written.mkdir(parents=True, exist_ok=True)

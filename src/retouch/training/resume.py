@@ -212,7 +212,12 @@ def _may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: 
     if after_warmup and "reference" in config.algorithm.snapshots:
         _same(folder, "keeps the reference of", "algorithm", "kl_reference", before, now, NEW_RUN)
     if (folder / "rollouts.safetensors").exists():
-        for key, then, given in changes_in_epoch(config, before, now):
+        for key, then, given, is_retired in changes_in_epoch(config, before, now):
+            if is_retired:
+                raise CheckpointError(
+                    f"{folder}: lies inside an epoch of {key}={then}, an option of earlier versions; every run has "
+                    f"{given}; {INSIDE.removeprefix('or ')}, or with the version that wrote it"
+                )
             raise _refused(folder, "lies inside an epoch of", key, then, given, INSIDE)
         _same_rows(folder, before, now)
         if base is not None and "base" in state:  # missing in older checkpoints
@@ -235,8 +240,9 @@ def _require_same_warm_up(
 
 def changes_in_epoch(
     config: RunConfig, before: Mapping[str, Any], now: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
-    """Every option that what an epoch has recorded depends on and that differs -> (key, value then, value now).
+) -> Iterator[tuple[str, Any, Any, bool]]:
+    """Every option that what an epoch has recorded depends on and that differs -> (key, value then, value now, whether
+    the option is retired).
 
     Args:
         before: the run file of the checkpoint, under names of today. An option that is missing in it had its default.
@@ -247,10 +253,11 @@ def changes_in_epoch(
 
 def _changes(
     kind: type[Section], section: Section | None, before: Mapping[str, Any], now: Mapping[str, Any], key: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
+) -> Iterator[tuple[str, Any, Any, bool]]:
     """`changes_in_epoch` of a section of class `kind`; None where only the checkpoint has it."""
-    defaults = _defaults(kind, dict(now if section is None else section))
-    for name in kind.model_fields:
+    retired = kind.retired()
+    defaults = {**retired, **_defaults(kind, dict(now if section is None else section))}
+    for name in [*kind.model_fields, *retired]:
         then, given = before.get(name, defaults.get(name)), now.get(name, defaults.get(name))
         if then == given or kind.is_free_in_epoch(name, then, given):
             continue
@@ -266,7 +273,7 @@ def _changes(
                 parts = earlier.get(entry, {}), given.get(entry, {})
                 yield from _changes(RewardEntry if own is None else type(own), own, *parts, f"{key}{name}.{entry}.")
         else:
-            yield f"{key}{name}", then, given
+            yield f"{key}{name}", then, given, name in retired
 
 
 def with_keys(run: Run, rollouts: Mapping[str, Tensor]) -> dict[str, Tensor]:

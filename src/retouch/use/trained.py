@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from retouch.config import ConfigError, RunConfig, load_run
 from retouch.config.training import has_rl
 from retouch.engine.saved import sound_state
 from retouch.errors import CheckpointError
-from retouch.files.complete import complete_checkpoints, verify_files, verify_weights
+from retouch.files.complete import COMPLETE, complete_checkpoints, verify_files, verify_weights
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +80,14 @@ class Trained:
 
     @classmethod
     def _given(cls, config: RunConfig, weights: Path, raw: bool | None, run: Path | None) -> Trained:
-        """Weights of a checkpoint, a folder or a file; those that lie in no checkpoint are the end of the run."""
+        """Weights of a checkpoint, a folder or a file; those that lie in no checkpoint, or in one without a readable
+        state, are the end of the run."""
         name, chosen = "trained", _chosen(weights, config, raw)
-        checkpoint = next((one for one in (weights, *weights.parents[:2]) if (one / "state.json").is_file()), None)
-        by_rl = has_rl(config) if checkpoint is None else _stage(checkpoint, config) == _AFTER_RL
+        by_rl = has_rl(config)
+        checkpoint = next((one for one in (weights, *weights.parents[:2]) if (one / COMPLETE).is_file()), None)
+        if checkpoint is not None:
+            with suppress(CheckpointError):
+                by_rl = _stage(checkpoint, config) == _AFTER_RL
         return cls(config, {name: chosen}, run, frozenset({name} if by_rl else ()))
 
 
