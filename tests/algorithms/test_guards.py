@@ -27,7 +27,7 @@ from .runs import Config, Scripted, Use, brightness, of_kind, same_weights, trai
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
-ROSE = "proxy rose by"
+ROSE = "the trained rewards rose by"
 GOLD = {"proxy": {"scorer": "preservation"}, "gold": {"scorer": "preservation", "role": "gold"}}
 
 

@@ -29,7 +29,8 @@ PUBLISHED = sorted(
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: str(path.relative_to(REPOSITORY / "configs")))
 def test_every_published_run_parses_and_survives_a_dump(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DATA_PATH", "MODEL_PATH", "DATA_JSON_PATH", "CALLIGRAPHER_PATH", "ADAPTER_PATH", "IMAGE_ROOT"):
+    paths = ("CALLIGRAPHER_PATH", "ADAPTER_PATH", "IMAGE_ROOT")
+    for name in ("DATA_PATH", "EVAL_DATA_PATH", "MODEL_PATH", "DATA_JSON_PATH", *paths):
         monkeypatch.setenv(name, f"/given/{name}")
     run = load_run(path)
     assert parse_run(yaml.safe_load(dump_run(run))) == run
