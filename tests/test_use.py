@@ -613,20 +613,27 @@ def test_the_table_of_several_gains_by_hand() -> None:
 
 
 def test_examples_that_are_trained_on_are_warned_of(finished: Finished, signs: Path, tmp_path: Path) -> None:
-    """Those of --data; where the training data is not here, that it cannot be found out."""
+    """Those of --data, and those of a run without evaluation.data, which evaluated on its training examples; where the
+    training data is not here, that it cannot be found out."""
     run = shutil.copytree(finished("full"), tmp_path / "run")
-    base = ("--config", run / "config.yaml", "--images", 1)
+    file = run / "config.yaml"
 
-    def warnings(data: str) -> str:
-        outcome = retouch("eval", *base, "--data", signs / data)
+    def warnings(*data: object) -> str:
+        outcome = retouch("eval", "--config", file, "--images", 1, *data)
         assert outcome.code == 0, outcome.err
         return " ".join(outcome.err.split())
 
-    assert "WARNING" not in warnings("held_out")
-    assert "--data: full trained on 8 of 8 examples (the first: item 0)" in warnings("targets")  # warmup_data
-    file = run / "config.yaml"
+    held_out = ("--data", signs / "held_out")
+    assert "WARNING" not in warnings(*held_out)
+    told = warnings("--data", signs / "targets")  # warmup_data
+    assert "--data: full trained on 8 of 8 examples (the first: item 0)" in told
+    config = yaml.safe_load(file.read_text())
+    config["evaluation"]["data"] = None
+    file.write_text(yaml.safe_dump(config))
+    told = warnings()
+    assert " data: full trained on 8 of 8 examples" in told
     file.write_text(file.read_text().replace(str(signs / "prompts"), str(tmp_path / "gone")))
-    told = warnings("held_out")
+    told = warnings(*held_out)
     assert "it is unknown whether full trained on these examples: data.path has no images on this machine" in told
 
 
@@ -732,12 +739,7 @@ def test_what_sample_cannot_do(
 
 def test_what_eval_and_export_cannot_do(finished: Finished, tmp_path: Path) -> None:
     run = finished("full")
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    config["evaluation"]["data"] = None
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    assert refused(retouch("eval", "--config", tmp_path / "run.yaml")) == (
-        "evaluation.data: not set in the run file; give --data"
-    )
+    (tmp_path / "note.txt").touch()
     assert refused(retouch("eval")) == "give either --run RUN_DIR or --config RUN.yaml"
     assert refused(retouch("eval", "--run", tmp_path)).startswith(f"--run: given {tmp_path}; expected a run directory")
     export = ("export", run / "checkpoints" / "step-000004", "--out", tmp_path / "x", "--to")

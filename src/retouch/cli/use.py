@@ -179,7 +179,8 @@ def evaluate(
     raw: Raw = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="self_bench or BrushBench folder, or manifest; default: the run's evaluation.data."),
+        typer.Option(help="self_bench or BrushBench folder, or manifest; default: the run's evaluation.data, or without one its "
+            "training examples."),
     ] = None,
     reference: Annotated[
         Path | None, typer.Option(help="Style reference for every example, instead of its own.")
