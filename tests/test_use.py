@@ -492,11 +492,14 @@ def test_out_holds_a_grid_and_a_row_for_each_image(evaluated: tuple[dict[str, An
     assert grid.width > 4 * 192  # the input and three columns, enlarged
 
 
-def test_the_table_shows_what_the_json_holds(evaluated: tuple[dict[str, Any], Path], finished: Finished) -> None:
+def test_the_table_shows_what_the_json_holds(
+    evaluated: tuple[dict[str, Any], Path], finished: Finished, tmp_path: Path
+) -> None:
+    """And where the grid is; evaluation repeats to the last digit."""
     result, _ = evaluated
-    outcome = retouch("eval", "--run", finished("full"), "--images", 2)
+    outcome = retouch("eval", "--run", finished("full"), "--images", 2, "--out", tmp_path)
     assert outcome.code == 0
-    assert outcome.out.rstrip("\n") == comparison_table(result)  # and evaluation repeats to the last digit
+    assert outcome.out == f"{comparison_table(result)}\n{tmp_path}/grid.png\n"
 
 
 def test_the_table_by_hand() -> None:
@@ -589,7 +592,8 @@ def test_runs_that_cannot_be_compared(finished: Finished, signs: Path, tmp_path:
         f"evaluation.data: full ({signs}/held_out, 4 examples) and other ({signs}/targets, 8 examples) evaluate on "
         "different examples; give both the same with --data"
     )
-    assert retouch("eval", *runs, "--data", signs / "held_out").code == 0
+    outcome = retouch("eval", *runs, "--data", signs / "held_out", "--out", tmp_path / "out")
+    assert (outcome.code, outcome.out.split()[-2:]) == (0, [f"{tmp_path}/out/{n}" for n in ("grid.png", "compare.html")])
     config["rewards"]["preservation"]["paste_back"] = True
     (other / "config.yaml").write_text(yaml.safe_dump(config))
     assert refused(retouch("eval", *runs, "--data", signs / "held_out")).startswith(

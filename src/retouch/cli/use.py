@@ -255,6 +255,9 @@ def evaluate(
         else:
             result = compare(found[0], data, count, out, reference)
     typer.echo(json.dumps(result, indent=2) if as_json else comparison_table(result))
+    if out is not None and not as_json:
+        pages = ["compare.html"] * (len(runs) > 1)
+        typer.echo("\n".join(str(out / name) for name in ("grid.png", *pages)))
 
 
 def _benchmark(
