@@ -593,7 +593,8 @@ def test_runs_that_cannot_be_compared(finished: Finished, signs: Path, tmp_path:
         "different examples; give both the same with --data"
     )
     outcome = retouch("eval", *runs, "--data", signs / "held_out", "--out", tmp_path / "out")
-    assert (outcome.code, outcome.out.split()[-2:]) == (0, [f"{tmp_path}/out/{n}" for n in ("grid.png", "compare.html")])
+    pages = [str(tmp_path / "out" / name) for name in ("grid.png", "compare.html")]
+    assert (outcome.code, outcome.out.split()[-2:]) == (0, pages)
     config["rewards"]["preservation"]["paste_back"] = True
     (other / "config.yaml").write_text(yaml.safe_dump(config))
     assert refused(retouch("eval", *runs, "--data", signs / "held_out")).startswith(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -179,8 +180,9 @@ def evaluate(
     raw: Raw = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="self_bench or BrushBench folder, or manifest; default: the run's evaluation.data, or without one its "
-            "training examples."),
+        typer.Option(
+            help="self_bench or BrushBench folder, or manifest; default: the run's evaluation.data, else its data."
+        ),
     ] = None,
     reference: Annotated[
         Path | None, typer.Option(help="Style reference for every example, instead of its own.")
@@ -336,9 +338,11 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0: a free one.")] = 0,
     open_it: Open = False,
 ) -> None:
-    """Serve the report of a run on loopback, updated while the run goes, until interrupted."""
-    from retouch.observe.watch import open_server
+    """Serve the report of a run on loopback, updated while the run goes, until interrupted. Waits for a run that is
+    about to begin."""
+    from retouch.observe.watch import open_server, wait_for
 
+    wait_for(run, partial(typer.echo, err=True))
     with open_server(run, port) as server:
         typer.echo(server.address)
         if open_it:
