@@ -122,7 +122,8 @@ def test_a_plateau_that_the_first_process_sees_stops_all(requests: StopRequests)
     first.plateau = "ocr no longer rises"
     asked = first.asked()
     assert asked is not None and asked.message(7, Path("a")) == (
-        "ocr no longer rises at step 7; continue with retouch train a/config.yaml resume=auto training.stop_on_plateau=false"
+        "ocr no longer rises at step 7; continue with retouch train a/config.yaml resume=auto "
+        "training.stop_on_plateau=false"
     )
     others = iter(votes)
     second = StopRequests(None, lambda flag: flag or next(others), "the next step", on_plateau=True).asked()
