@@ -749,8 +749,9 @@ def test_what_eval_and_export_cannot_do(finished: Finished, tmp_path: Path) -> N
     assert refused(retouch("eval", "--run", tmp_path)).startswith(f"--run: given {tmp_path}; expected a run directory")
     export = ("export", run / "checkpoints" / "step-000004", "--out", tmp_path / "x", "--to")
     assert refused(retouch(*export, "difusers")) == "--to: given 'difusers'; did you mean 'diffusers'?"
-    assert refused(retouch(*export, "diffusers-lora")) == (
-        "--to: given 'diffusers-lora', but the run trained full weights; use --to diffusers, safetensors"
+    assert retouch(*export, "comfyui").err == (  # before anything is loaded
+        "error: --to: given 'comfyui', but the run trained full weights; use --to diffusers, safetensors, or train "
+        "with model.train.kind=lora\n"
     )
     assert refused(retouch(*export[:3], tmp_path, "--to", "diffusers")) == (
         f"--out: given {tmp_path}; expected a new or empty folder; choose another"
@@ -799,7 +800,7 @@ def test_a_format_of_style_adapters_for_a_lora_names_the_formats_of_loras(finish
     outcome = retouch("export", finished("lora"), "--to", "ip-adapter", "--out", tmp_path / "x")
     assert outcome.err.splitlines()[-1] == (
         "error: --to: given 'ip-adapter', but the run trained lora weights; use --to diffusers-lora, comfyui, "
-        "diffusers, safetensors"
+        "diffusers, safetensors, or train with model.train.kind=ip_adapter"
     )
 
 
