@@ -278,7 +278,7 @@ def test_broken_items_under_the_limit_are_skipped_and_counted(run_yaml: Callable
     assert log.count("data: skipped item ") == 2
 
 
-def test_paths_that_hold_no_data(run_yaml: Callable[..., Path], tmp_path: Path) -> None:
+def test_paths_that_hold_no_data(run_yaml: Callable[..., Path], signs: Path, tmp_path: Path) -> None:
     assert refused(retouch("train", run_yaml(data__path="nowhere"))) == "data.path: nowhere: no such folder"
     demo = "runs/demo-data/prompts"  # of the tiny run files, where DATA_PATH is not set
     assert refused(retouch("train", run_yaml(data__path=f"{tmp_path}/{demo}"))) == (
@@ -291,6 +291,12 @@ def test_paths_that_hold_no_data(run_yaml: Callable[..., Path], tmp_path: Path) 
     assert refused(retouch("train", run_yaml(rollout__global_groups_per_batch=9))) == (
         "rollout: an epoch takes 9 different examples (global_groups_per_batch x batches_per_epoch), but data has 8; "
         "set rollout.global_groups_per_batch=8 rollout.batches_per_epoch=1, or add data"
+    )
+    broken = shutil.copytree(signs / "prompts", tmp_path / "broken")
+    next(broken.glob("*_source.png")).write_bytes(b"")
+    outcome = retouch("train", run_yaml(data__path=str(broken), rollout__global_groups_per_batch=8))
+    assert outcome.code == 2 and (
+        "but data has 7 (1 of 8 was skipped: see above); set rollout.global_groups_per_batch=7 " in outcome.err
     )
 
 

@@ -125,6 +125,9 @@ def test_wide_masks_get_a_size_that_does_not_cut_them(tmp_path: Path) -> None:
     run, _ = started(tmp_path, wide_signs(tmp_path / "signs"))
     assert (run.data.size, run.data.image_options.fit) == ((368, 720), "crop")
     assert retouch("data", "validate", tmp_path / "run.yaml").code == 0
+    split = f"retouch data split {run.data.path} --share 0.2"
+    assert f"`{split}` holds some out, of about ten or more (here 6)\n" in (tmp_path / "run.yaml").read_text()
+    assert retouch(*split.split()[1:]).code == 0
     assert [item.metadata["text"] for item in discover(Path(run.data.path)).items] == [f"WORD{i}" for i in range(6)]
 
 

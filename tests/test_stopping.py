@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -99,12 +100,13 @@ def test_whose_a_notice_is(requests: StopRequests, number: signal.Signals) -> No
 def test_an_alarm_has_a_cause_that_has_to_go_before_the_run_continues(requests: StopRequests) -> None:
     requests.alarm = "the gold reward fell"
     asked = requests.asked()
-    assert asked is not None and asked.message(7) == (
-        "the gold reward fell at step 7; correct the cause, then continue with resume=auto"
+    assert asked is not None and asked.message(7, Path("runs/a b")) == (
+        "the gold reward fell at step 7; correct the cause, then continue with retouch train 'runs/a b/config.yaml' "
+        "resume=auto"
     )
     over = StopRequests(0.0, lambda flag: flag, "the next step").asked()
-    assert (
-        over is not None and over.message(7) == "training.max_minutes = 0 reached at step 7; continue with resume=auto"
+    assert over is not None and over.message(7, Path("a")) == (
+        "training.max_minutes = 0 reached at step 7; continue with retouch train a/config.yaml resume=auto"
     )
 
 
@@ -119,8 +121,9 @@ def test_a_plateau_that_the_first_process_sees_stops_all(requests: StopRequests)
     first = StopRequests(None, recorded, "the next step", on_plateau=True)
     first.plateau = "ocr no longer rises"
     asked = first.asked()
-    assert asked is not None and asked.message(7) == (
-        "ocr no longer rises at step 7; continue with resume=auto training.stop_on_plateau=false"
+    assert asked is not None and asked.message(7, Path("a")) == (
+        "ocr no longer rises at step 7; continue with retouch train a/config.yaml resume=auto "
+        "training.stop_on_plateau=false"
     )
     others = iter(votes)
     second = StopRequests(None, lambda flag: flag or next(others), "the next step", on_plateau=True).asked()

@@ -492,11 +492,14 @@ def test_out_holds_a_grid_and_a_row_for_each_image(evaluated: tuple[dict[str, An
     assert grid.width > 4 * 192  # the input and three columns, enlarged
 
 
-def test_the_table_shows_what_the_json_holds(evaluated: tuple[dict[str, Any], Path], finished: Finished) -> None:
+def test_the_table_shows_what_the_json_holds(
+    evaluated: tuple[dict[str, Any], Path], finished: Finished, tmp_path: Path
+) -> None:
+    """And where the grid is; evaluation repeats to the last digit."""
     result, _ = evaluated
-    outcome = retouch("eval", "--run", finished("full"), "--images", 2)
+    outcome = retouch("eval", "--run", finished("full"), "--images", 2, "--out", tmp_path)
     assert outcome.code == 0
-    assert outcome.out.rstrip("\n") == comparison_table(result)  # and evaluation repeats to the last digit
+    assert outcome.out == f"{comparison_table(result)}\n{tmp_path}/grid.png\n"
 
 
 def test_the_table_by_hand() -> None:
@@ -589,7 +592,9 @@ def test_runs_that_cannot_be_compared(finished: Finished, signs: Path, tmp_path:
         f"evaluation.data: full ({signs}/held_out, 4 examples) and other ({signs}/targets, 8 examples) evaluate on "
         "different examples; give both the same with --data"
     )
-    assert retouch("eval", *runs, "--data", signs / "held_out").code == 0
+    outcome = retouch("eval", *runs, "--data", signs / "held_out", "--out", tmp_path / "out")
+    pages = [str(tmp_path / "out" / name) for name in ("grid.png", "compare.html")]
+    assert (outcome.code, outcome.out.split()[-2:]) == (0, pages)
     config["rewards"]["preservation"]["paste_back"] = True
     (other / "config.yaml").write_text(yaml.safe_dump(config))
     assert refused(retouch("eval", *runs, "--data", signs / "held_out")).startswith(
@@ -613,20 +618,27 @@ def test_the_table_of_several_gains_by_hand() -> None:
 
 
 def test_examples_that_are_trained_on_are_warned_of(finished: Finished, signs: Path, tmp_path: Path) -> None:
-    """Those of --data; where the training data is not here, that it cannot be found out."""
+    """Those of --data, and those of a run without evaluation.data, which evaluated on its training examples; where the
+    training data is not here, that it cannot be found out."""
     run = shutil.copytree(finished("full"), tmp_path / "run")
-    base = ("--config", run / "config.yaml", "--images", 1)
+    file = run / "config.yaml"
 
-    def warnings(data: str) -> str:
-        outcome = retouch("eval", *base, "--data", signs / data)
+    def warnings(*data: object) -> str:
+        outcome = retouch("eval", "--config", file, "--images", 1, *data)
         assert outcome.code == 0, outcome.err
         return " ".join(outcome.err.split())
 
-    assert "WARNING" not in warnings("held_out")
-    assert "--data: full trained on 8 of 8 examples (the first: item 0)" in warnings("targets")  # warmup_data
-    file = run / "config.yaml"
+    held_out = ("--data", signs / "held_out")
+    assert "WARNING" not in warnings(*held_out)
+    told = warnings("--data", signs / "targets")  # warmup_data
+    assert "--data: full trained on 8 of 8 examples (the first: item 0)" in told
+    config = yaml.safe_load(file.read_text())
+    config["evaluation"]["data"] = None
+    file.write_text(yaml.safe_dump(config))
+    told = warnings()
+    assert " data: full trained on 8 of 8 examples" in told
     file.write_text(file.read_text().replace(str(signs / "prompts"), str(tmp_path / "gone")))
-    told = warnings("held_out")
+    told = warnings(*held_out)
     assert "it is unknown whether full trained on these examples: data.path has no images on this machine" in told
 
 
@@ -732,18 +744,14 @@ def test_what_sample_cannot_do(
 
 def test_what_eval_and_export_cannot_do(finished: Finished, tmp_path: Path) -> None:
     run = finished("full")
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    config["evaluation"]["data"] = None
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    assert refused(retouch("eval", "--config", tmp_path / "run.yaml")) == (
-        "evaluation.data: not set in the run file; give --data"
-    )
+    (tmp_path / "note.txt").touch()
     assert refused(retouch("eval")) == "give either --run RUN_DIR or --config RUN.yaml"
     assert refused(retouch("eval", "--run", tmp_path)).startswith(f"--run: given {tmp_path}; expected a run directory")
     export = ("export", run / "checkpoints" / "step-000004", "--out", tmp_path / "x", "--to")
     assert refused(retouch(*export, "difusers")) == "--to: given 'difusers'; did you mean 'diffusers'?"
-    assert refused(retouch(*export, "diffusers-lora")) == (
-        "--to: given 'diffusers-lora', but the run trained full weights; use --to diffusers, safetensors"
+    assert retouch(*export, "comfyui").err == (  # before anything is loaded
+        "error: --to: given 'comfyui', but the run trained full weights; use --to diffusers, safetensors, or train "
+        "with model.train.kind=lora\n"
     )
     assert refused(retouch(*export[:3], tmp_path, "--to", "diffusers")) == (
         f"--out: given {tmp_path}; expected a new or empty folder; choose another"
@@ -792,7 +800,7 @@ def test_a_format_of_style_adapters_for_a_lora_names_the_formats_of_loras(finish
     outcome = retouch("export", finished("lora"), "--to", "ip-adapter", "--out", tmp_path / "x")
     assert outcome.err.splitlines()[-1] == (
         "error: --to: given 'ip-adapter', but the run trained lora weights; use --to diffusers-lora, comfyui, "
-        "diffusers, safetensors"
+        "diffusers, safetensors, or train with model.train.kind=ip_adapter"
     )
 
 

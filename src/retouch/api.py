@@ -211,7 +211,8 @@ class Run:
         """Compare the weights with the base on the same examples and seeds, as `retouch eval` does.
 
         Args:
-            data: folder or manifest of the examples; None: the run's `evaluation.data`.
+            data: folder or manifest of the examples; None: the run's `evaluation.data`, or without one its
+                training examples.
             images: images per example; None: the run's.
             out: folder for a grid of the images and their measures; None writes nothing.
             reference: style reference for every example, instead of its own.
@@ -221,7 +222,7 @@ class Run:
             high]}}, ...}: gains are paired differences with their 95 % intervals.
 
         Raises:
-            ConfigError: no evaluation data.
+            ConfigError: examples or a style reference that do not fit the run.
             CheckpointError: the run has no complete checkpoint yet.
         """
         from retouch.use.comparison import compare

@@ -145,7 +145,7 @@ def test_an_outage_in_the_first_evaluation_is_resumed_bitwise(
 ) -> None:
     """Also from a checkpoint of an earlier version, which has no snapshots."""
     whole, _ = train(run_of(algorithm, name="whole"))
-    with in_the_first_evaluation(monkeypatch, outage), pytest.raises(Stopped, match="continue with resume=auto"):
+    with in_the_first_evaluation(monkeypatch, outage), pytest.raises(Stopped, match=r"away/config.yaml resume=auto$"):
         train(run_of(algorithm, name="away"))
     start = whole.dir.path.with_name("away") / "checkpoints/step-000000"
     kept = {file.stem for file in (start / "snapshots").glob("*")}

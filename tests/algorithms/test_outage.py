@@ -115,7 +115,7 @@ def test_an_outage_stops_the_run_and_a_restart_finishes_it_bit_for_bit(
     last = stopped.stderr.splitlines()[-1]
     assert last.startswith("stopped: rewards stayed unavailable for ")
     assert f"http://127.0.0.1:{port}" in last and last.endswith(
-        "nothing was trained on that batch; continue with resume=auto"
+        f"nothing was trained on that batch; continue with retouch train {runs}/cut/config.yaml resume=auto"
     )
     assert "waiting up to" in stopped.stderr
     assert [p.name for p in (runs / "cut" / "checkpoints").iterdir()] == ["step-000002"]

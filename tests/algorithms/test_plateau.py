@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -55,9 +56,10 @@ def test_a_run_stops_at_its_plateau_and_goes_on_without_the_option(config: Confi
     whole, _ = train(config(name="whole", **{**STOP, "training__stop_on_plateau": False}))
     scripted(evaluated_as(RISEN))
     run = config(name="stops", **STOP)
+    file = Path(run.logging.dir) / "stops/config.yaml"
     assert stopped(run) == (
         "training.stop_on_plateau: preservation no longer rises (+0 in the last third of the evaluations, of +1 in "
-        "all) at step 2; continue with resume=auto training.stop_on_plateau=false"
+        f"all) at step 2; continue with retouch train {file} resume=auto training.stop_on_plateau=false"
     )
     assert "at step 3;" in stopped(run)
     rest, records = train(config(name="stops", **{**STOP, "training__stop_on_plateau": False}))

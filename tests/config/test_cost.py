@@ -163,6 +163,17 @@ def test_parts_of_an_image_are_the_forwards_that_check_prints(path: object) -> N
     assert f.sampling + f.ratios + f.training * printed / own == pytest.approx(derive(run, 8).forwards_per_image)
 
 
+def test_the_last_epoch_is_sampled_whole(run_with: Run) -> None:
+    """By rewards and judges, too; its samples are trained on by the steps that are left."""
+    given = ["model.path=somewhere", "algorithm.inner_epochs=2", "training.eval_every=0"]
+    n = derive(run_with(*given)).optimizer_steps_per_epoch
+    one, begun, two = (cost(run_with(*given, f"training.max_steps={steps}")) for steps in (n, n + 1, 2 * n))
+    assert [each.images / each.images_per_epoch for each in (one, begun, two)] == [1, 2, 2]
+    hours = [each.gpu_hours or 0 for each in (one, begun, two)]
+    left = two.forwards.training / two.forwards.all * (n - 1) / n
+    assert n > 1 and (hours[2] - hours[1]) / (hours[2] - hours[0]) == pytest.approx(left)
+
+
 def test_given_pairs_and_rows_are_counted(run_with: Run) -> None:
     manifest = ["data.format=manifest", "model.path=somewhere", "training.max_steps=10", "rewards={}"]
     sft = cost(run_with(*manifest, "algorithm.name=sft"), world_size=2)

@@ -74,6 +74,7 @@ def test_every_example_is_listed_with_its_title() -> None:
     lines = retouch("init", "--example", "list").out.splitlines()
     assert [line.split()[0] for line in lines] == [*published_files()]
     assert all(len(line) > 50 or line.startswith("accelerate/gpu1 ") for line in lines)
+    assert any("retouch from Python: Trains a tiny FLUX.1-Fill to write text" in line for line in lines)
     assert {"flux_fill_grpo", "tiny/flux_fill_grpo", "accelerate/gpu8", "constraints", "cluster/slurm"} <= {
         *published_files()
     }

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from retouch.config import RunConfig, derive
+from retouch.config.cost import cost as known_before
 from retouch.families import FAMILIES
 from retouch.observe import cost
 from retouch.observe.cost import Costs, forward_flops
@@ -71,8 +72,12 @@ def test_what_is_counted_is_what_was_derived(overrides: dict[str, Any], config: 
 
 
 def test_a_backward_through_a_frozen_network_is_one_forward(config: Config) -> None:
-    _, records = train(config(training__max_steps=1, model__train={"kind": "lora", "rank": 4, "alpha": 8}))
+    """And an epoch with one step left of two is sampled whole, in the numbers before the run as in the run."""
+    given = config(training__max_steps=1, model__train={"kind": "lora", "rank": 4, "alpha": 8})
+    _, records = train(given)
     counted = totals(records)
+    assert derive(given).optimizer_steps_per_epoch == 2
+    assert known_before(given).images == counted["nfe_rollout"] / given.rollout.num_steps == 4
     assert counted["nfe_train_backward"] == counted["nfe_train_forward"] > 0
 
 

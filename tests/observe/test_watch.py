@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from retouch.errors import ConfigError
+from retouch.observe import watch
 from retouch.observe.run_lock import RunLock
 from retouch.observe.watch import WatchServer, open_server
 from tests.command_line import retouch
@@ -118,9 +119,31 @@ def test_the_page_follows_the_run(server: WatchServer, run: Path) -> None:
     assert status == 503 and b"is not a run directory" in body
 
 
-def test_what_cannot_be_watched_is_reported(run: Path, tmp_path: Path) -> None:
-    outcome = retouch("watch", tmp_path)
-    assert outcome.code == 2 and "is not a run directory" in outcome.err
+def test_a_run_that_begins_is_waited_for(
+    finished: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`train` makes the directory once its model is loaded; its first file is the run file."""
+    run, waited = tmp_path / "soon", []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            run.mkdir()
+            shutil.copy(finished("full") / "config.yaml", run)
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    monkeypatch.setattr(WatchServer, "serve_forever", lambda server: server.watched.page())
+    outcome = retouch("watch", run)
+    assert (outcome.code, len(waited)) == (0, 3) and outcome.out.startswith("http://127.0.0.1:")
+    assert outcome.err.startswith(f"waiting up to 120 s for {run}/config.yaml")
+
+
+def test_what_cannot_be_watched_is_reported(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "WAIT_S", 0.0)
+    for place in (tmp_path, run / "config.yaml"):
+        outcome = retouch("watch", place)
+        assert outcome.code == 2 and "is not a run directory" in outcome.err
+        assert ("waiting" in outcome.err) == (place == tmp_path)
     with (
         open_server(run, 0) as server,
         pytest.raises(ConfigError, match=f"--port: given {server.server_port}, which is"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file, save_file
 
-from retouch.adapters import FORMATS_OF, comfyui
+from retouch.adapters import comfyui
 from retouch.adapters.about import About, metadata
 from retouch.adapters.formats import NAME, AdapterFile, folded, read_adapter, write_bin, write_safetensors
 from retouch.adapters.lora import FILE as LORA_FILE
@@ -38,7 +38,8 @@ _OF_ADAPTERS: dict[str, tuple[str, ...]] = {
 
 
 def export(model: ModelSection, weights: Path, to: str, out: Path, about: About) -> Path:
-    """Write the weights of a folder, which were trained in `model`, as `to` -> the path written.
+    """Write the weights of a folder, which were trained in `model`, as `to`, one of `FORMATS_OF` their kind -> the path
+    written.
 
     - `diffusers`: a whole pipeline folder with the trained network (LoRA fused into it).
     - `diffusers-lora`: the file that `pipe.load_lora_weights(out)` takes.
@@ -51,15 +52,11 @@ def export(model: ModelSection, weights: Path, to: str, out: Path, about: About)
     are named after their run, but for style adapters, whose names other programs know.
 
     Raises:
-        ConfigError: a format that does not fit what was trained.
+        ConfigError: a format that does not fit the adapter.
         ModelFilesError: a base that is missing or incomplete, of `diffusers`.
         OSError, ValueError: weights that are missing, damaged or incomplete.
     """
     kind = model.train.kind
-    if to not in FORMATS_OF[kind]:
-        raise ConfigError(
-            f"--to: given {to!r}, but the run trained {kind} weights; use --to {', '.join(FORMATS_OF[kind])}"
-        )
     if kind == "ip_adapter":
         return _export_adapter(weights, to, out)
     out.mkdir(parents=True, exist_ok=True)

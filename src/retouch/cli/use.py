@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -179,7 +180,9 @@ def evaluate(
     raw: Raw = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="self_bench or BrushBench folder, or manifest; default: the run's evaluation.data."),
+        typer.Option(
+            help="self_bench or BrushBench folder, or manifest; default: the run's evaluation.data, else its data."
+        ),
     ] = None,
     reference: Annotated[
         Path | None, typer.Option(help="Style reference for every example, instead of its own.")
@@ -254,6 +257,9 @@ def evaluate(
         else:
             result = compare(found[0], data, count, out, reference)
     typer.echo(json.dumps(result, indent=2) if as_json else comparison_table(result))
+    if out is not None and not as_json:
+        pages = ["compare.html"] * (len(runs) > 1)
+        typer.echo("\n".join(str(out / name) for name in ("grid.png", *pages)))
 
 
 def _benchmark(
@@ -332,9 +338,11 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0: a free one.")] = 0,
     open_it: Open = False,
 ) -> None:
-    """Serve the report of a run on loopback, updated while the run goes, until interrupted."""
-    from retouch.observe.watch import open_server
+    """Serve the report of a run on loopback, updated while the run goes, until interrupted. Waits for a run that is
+    about to begin."""
+    from retouch.observe.watch import open_server, wait_for
 
+    wait_for(run, partial(typer.echo, err=True))
     with open_server(run, port) as server:
         typer.echo(server.address)
         if open_it:

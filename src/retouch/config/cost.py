@@ -145,7 +145,7 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
         names = ", ".join((*PEAKS, *CONSUMER))
         raise ConfigError(f"--gpu: given {gpu!r}; expected a GPU whose peak is known: {names}")
     derived, unknown = numbers(run, world_size).as_dict(), list[str]()
-    epoch, images, rows = amounts(run, derived)
+    epoch, images, trained, rows = amounts(run, derived)
     evaluated = evaluations(run) * run.evaluation.num_examples * run.evaluation.images_per_example
     forwards = forwards_of(run, derived)
     if not images and not rows:
@@ -165,9 +165,9 @@ def cost(run: RunConfig, world_size: int = 1, gpu: str = DEFAULT_GPU) -> Cost:
         supervised = supervised_forwards(run)
         rollout = epoch * forwards.sampling * tflop / rate / world_size
         seconds = epoch * forwards.all * tflop / rate / world_size
-        trained = images * forwards.all + rows * supervised
+        training = images * (forwards.sampling + forwards.ratios) + trained * forwards.training + rows * supervised
         evaluation = evaluated * evaluation_forwards(run) * evaluation_tflop
-        hours = (trained * tflop + evaluation) / rate / 3600
+        hours = (training * tflop + evaluation) / rate / 3600
     if run.algorithm.trains_text_encoder:
         unknown.append("generation and training of the text encoder, which come on top of the GPU hours")
     if images and getattr(run.algorithm, "resample_rounds", 0):
@@ -210,17 +210,20 @@ def is_measured(gpu: str) -> bool:
     return MEASURED_GPU.lower() in gpu.lower() and peak_of(gpu) == PEAKS[MEASURED_GPU]
 
 
-def amounts(run: RunConfig, derived: Mapping[str, float]) -> tuple[int, float, float]:
-    """Images of an epoch, sampled images of the run, and rows of supervised steps or of given pairs and labels."""
+def amounts(run: RunConfig, derived: Mapping[str, float]) -> tuple[int, float, float, float]:
+    """Images of an epoch, sampled images of the run, those of them that its steps train on, and rows of supervised
+    steps or of given pairs and labels. The last epoch is sampled whole, however many steps are left for it."""
     steps = run.training.max_steps
     if "global_completions_per_generation" in derived:
         epoch = int(derived["images_per_generation_per_device"] * derived["world_size"])
-        return epoch, epoch * derived["generations"], 0
+        images = epoch * derived["generations"]
+        return epoch, images, images, 0
     epoch, rows = int(derived.get("global_images_per_epoch", 0)), derived.get("global_rows_per_step", 0)
     warmup = derived.get("warmup_steps", 0)
     if not epoch:
-        return 0, 0, steps * rows * (2 if "win" in run.algorithm.given_images else 1)
-    return epoch, (steps - warmup) / derived["optimizer_steps_per_epoch"] * epoch, warmup * rows
+        return 0, 0, 0, steps * rows * (2 if "win" in run.algorithm.given_images else 1)
+    trained = (steps - warmup) / derived["optimizer_steps_per_epoch"] * epoch
+    return epoch, derived["epochs"] * epoch, trained, warmup * rows
 
 
 def forwards_of(run: RunConfig, derived: Mapping[str, float]) -> Forwards:

@@ -156,5 +156,6 @@ def _standing_alone(file: Path) -> str:
 def _title(file: Path) -> str:
     """The start of the comment or docstring at the top of a file."""
     lines = [line.replace('"""', "# ") for line in file.read_text(encoding="utf-8").splitlines()[:5]]
-    comment = " ".join(line.lstrip("# ") for line in lines if line.startswith("# ") and line[2:3] != "%")
+    parts = [line for line in lines if line.startswith("# ") and line[2:3] != "%"]
+    comment = " ".join(line.lstrip("# ") + ":" * line.startswith("# # ") for line in parts)  # of a notebook: a heading
     return textwrap.shorten(comment.partition(". ")[0].rstrip("."), 110, placeholder=" …")

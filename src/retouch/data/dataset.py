@@ -70,10 +70,13 @@ class Reading:
 
 
 class Dataset(Sequence[Example]):
-    """Examples, opened on access. Broken items were dropped by `load_dataset`, which found the doubts."""
+    """Examples, opened on access. `skipped` broken items were dropped by `load_dataset`, which found the doubts."""
 
-    def __init__(self, config: DataSection, items: Sequence[ItemFiles], doubts: Sequence[ItemDoubt] = ()) -> None:
+    def __init__(
+        self, config: DataSection, items: Sequence[ItemFiles], doubts: Sequence[ItemDoubt] = (), skipped: int = 0
+    ) -> None:
         self.config = config
+        self.skipped = skipped
         self.items = list(items)
         self.doubts = list(doubts)
 
@@ -228,7 +231,7 @@ def load_dataset(
         raise DataError(f"{purpose}: item id {twice[0]} appears more than once in {config.path}; ids must differ")
     if doubts and processes.rank == 0:
         logger.warning("%s: %s", purpose, doubts_of(doubts, len(good), purpose))
-    data = Dataset(config, good, doubts)
+    data = Dataset(config, good, doubts, len(bad))
     data.shapes = shapes_of(good, config, processes)
     if isinstance(config.resolution, Buckets) and processes.rank == 0:
         counts = Counter(data.shapes).most_common()

@@ -92,9 +92,11 @@ def require_groups(config: RunConfig, derived: Derived, data: Dataset) -> str | 
     """Refuse fewer examples than an epoch takes different ones -> a warning of those that no epoch takes, and of shapes
     that are trained on less often, or None."""
     if derived.global_groups_per_epoch > len(data):
+        were = "was" if data.skipped == 1 else "were"
+        skipped = f" ({data.skipped} of {len(data) + data.skipped} {were} skipped: see above)" if data.skipped else ""
         raise ConfigError(
             f"rollout: an epoch takes {derived.global_groups_per_epoch} different examples (global_groups_per_batch x "
-            f"batches_per_epoch), but data has {len(data)}; set rollout.global_groups_per_batch={len(data)} "
+            f"batches_per_epoch), but data has {len(data)}{skipped}; set rollout.global_groups_per_batch={len(data)} "
             "rollout.batches_per_epoch=1, or add data"
         )
     left_out = require_groups_of_one_shape(derived.global_groups_per_epoch, data)

@@ -91,11 +91,12 @@ def require_texts(run: RunConfig, name: str, path: str, items: Sequence[ItemFile
     masked = any(item.mask_path for item in items)
     fitting = "{clip: {url: auto, crop: mask_box}, seam: {weight: 0.3}}" if masked else "{clip: {url: auto}}"
     others = "mask_composite, hpsv2 and vlm" if masked else "pickscore, hpsv2 and vlm"
+    weightless = '"rewards={preservation: {}}", which needs no weights, ' if masked else ""
     own = f"rewards.{readers[0]}.gate=0, or " if "gate" in run.rewards[readers[0]].own_options() else ""
     raise ConfigError(
         f"rewards.{readers[0]}: given, but none of the {len(items)} examples of {name} ({path}) has a text to read: no "
         f"`text`, and nothing in quotes in the prompt; set {own}rewards that judge a description, like "
-        f'"rewards={fitting}" ({others} fit, too), or give the examples a text'
+        f'"rewards={fitting}" ({others} fit, too), {weightless}or give the examples a text'
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from retouch.observe.bar import Pace, shown_left
+from retouch.process.plain_text import continue_command
 
 Record = Mapping[str, Any]
 
@@ -134,9 +135,8 @@ def time_left(records: Sequence[Record], config: Record) -> str:
 
 
 def _commands(run: Path, state: str) -> list[tuple[str, str]]:
-    place = shlex.quote(str(run))
     if state == "running":
-        return [("Follow it:", f"retouch watch {place}")]
+        return [("Follow it:", f"retouch watch {shlex.quote(str(run))}")]
     if state in ("finished", "elsewhere"):  # two processes must not write to one run
         return []
-    return [("Continue it:", f"retouch train {shlex.quote(str(run / 'config.yaml'))} resume=auto")]
+    return [("Continue it:", continue_command(run))]

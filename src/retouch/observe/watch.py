@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -18,6 +20,11 @@ from retouch.observe.status import lock_holder
 
 EVERY_MS = 2000
 """Milliseconds between the requests of a page for news."""
+
+WAIT_S = 120.0
+"""Longest wait for a run that begins: its directory is made once its model is loaded."""
+
+_LOOK_S = 0.2
 
 
 class Watched:
@@ -54,6 +61,17 @@ class WatchServer(LoopbackServer):
     def __init__(self, run: Path, port: int = 0) -> None:
         self.watched = Watched(run)
         super().__init__(port, _Handler)
+
+
+def wait_for(run: Path, tell: Callable[[str], object]) -> None:
+    """Wait until a run directory has its run file, at most `WAIT_S`; `tell` takes a line about it."""
+    file = run / "config.yaml"
+    if file.is_file() or run.is_file():
+        return
+    tell(f"waiting up to {WAIT_S:g} s for {file}, which `retouch train` writes once its model is loaded; Ctrl-C ends")
+    last = time.monotonic() + WAIT_S
+    while not file.is_file() and time.monotonic() < last:
+        time.sleep(_LOOK_S)
 
 
 def open_server(run: Path, port: int) -> WatchServer:

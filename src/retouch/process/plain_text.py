@@ -4,7 +4,9 @@ and without halves of surrogate pairs, which cannot be written."""
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _ESCAPED |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}  # of names that are not UTF-8
@@ -30,3 +32,8 @@ def count_of(number: int, one: str, several: str | None = None) -> str:
 def some_of(parts: Sequence[str], most: int = 8) -> str:
     """The first few parts for a message, with spaces between."""
     return " ".join([*parts[:most], *(["…"] if len(parts) > most else [])])
+
+
+def continue_command(run: Path) -> str:
+    """The command that continues a run, as a shell takes it."""
+    return f"retouch train {shlex.quote(str(run / 'config.yaml'))} resume=auto"

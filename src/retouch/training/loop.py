@@ -192,7 +192,7 @@ class Loop:
             return
         self.recorder.save_once(rows_left)
         self.recorder.event("stopped", requested.reason)
-        raise Stopped(requested.message(self.progress.step), code=requested.exit_code)
+        raise Stopped(requested.message(self.progress.step, self.run.dir.path), code=requested.exit_code)
 
     def _positions(self, data: Dataset, step: int, global_rows: range) -> list[int]:
         """Positions in `data` of this process's rows of a step."""

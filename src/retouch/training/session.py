@@ -24,7 +24,7 @@ from retouch.training.opening import log_header, open_run
 from retouch.training.progress import Progress, restored
 from retouch.training.resume import has_finished, may_go_on, resume_folder, without_keys
 from retouch.training.scoring import FailureRateExceeded, RewardOutage
-from retouch.training.stopping import CONTINUE
+from retouch.training.stopping import continuing
 from retouch.types import Stopped
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,9 @@ class Session(Loop):
         if (error is None or away or isinstance(error, Stopped)) and self.run.engine.is_main:
             leave_report(self.run.dir.path)
         if away:
-            raise Stopped(f"{error}; nothing was trained on that batch; {CONTINUE}", code=3) from None
+            raise Stopped(
+                f"{error}; nothing was trained on that batch; {continuing(self.run.dir.path)}", code=3
+            ) from None
 
     def finish(self) -> None:
         """The end of the run: last evaluation, last checkpoint. Nothing where the run had already ended."""

@@ -7,9 +7,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from retouch.process.plain_text import continue_command
 from retouch.process.signals import ENDING, NOTICES, is_free
 
 logger = logging.getLogger(__name__)
@@ -19,7 +21,7 @@ SAME_REQUEST_S = 1.0
 torchrun and accelerate pass it on to the same processes."""
 
 CONTINUE = "continue with resume=auto"
-"""End of the message of a run that stopped and can be continued."""
+"""End of the message of a run that stopped and can be continued; `continuing` names its run file."""
 
 
 class Stop(NamedTuple):
@@ -29,8 +31,14 @@ class Stop(NamedTuple):
     exit_code: int
     next_step: str = CONTINUE
 
-    def message(self, step: int) -> str:
-        return f"{self.reason} at step {step}; {self.next_step}"
+    def message(self, step: int, run: Path) -> str:
+        """The end of a run that stopped, with the whole command that continues it."""
+        return f"{self.reason} at step {step}; {continuing(run, self.next_step)}"
+
+
+def continuing(run: Path, next_step: str = CONTINUE) -> str:
+    """A text with the whole command in the place of its `resume=auto`."""
+    return next_step.replace("resume=auto", continue_command(run))
 
 
 class StopRequests:

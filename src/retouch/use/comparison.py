@@ -60,7 +60,7 @@ def compare(
         of `duels.win_rates`, if a reward compares two images.
 
     Raises:
-        ConfigError: no evaluation data.
+        ConfigError: examples or a style reference that do not fit the run.
     """
     config = trained.config
     dataset = _examples(config, data, reference)
@@ -94,7 +94,7 @@ def compare_runs(
         As `compare`, with gains over the first run.
 
     Raises:
-        ConfigError: no evaluation data, different evaluation examples, or a reward that two runs define differently.
+        ConfigError: different evaluation examples, or a reward that two runs define differently.
     """
     entries = _common_rewards(runs)
     first, *others = runs
@@ -103,7 +103,7 @@ def compare_runs(
         name: _sampled_as(first, runs[first].config, name, trained.config).model_copy(update={"rewards": entries})
         for name, trained in runs.items()
     }
-    datasets = {name: _examples(config, data, reference, name) for name, config in configs.items()}
+    datasets = {name: _examples(config, data, reference) for name, config in configs.items()}
     for other in others:
         _require_same(first, datasets[first], other, datasets[other])
     if out is not None:
@@ -152,14 +152,19 @@ def _sampled_as(first: str, model: RunConfig, name: str, config: RunConfig) -> R
     )
 
 
-def _examples(config: RunConfig, data: Path | None, reference: Path | Image | None, run: str = "") -> Dataset:
-    """The evaluation examples, from `data` or the run file; `run` is its name if there are several."""
-    section = like(config, data) if data else config.evaluation.data
-    if section is None:
-        raise ConfigError(f"evaluation.data: not set in the run file{f' of {run}' if run else ''}; give --data")
-    dataset = examples_of(config, section, "--data" if data else "evaluation.data", reference, scored=True)
-    if data:
-        seen_in_training(config, dataset, "--data")
+def _source(config: RunConfig, data: Path | None) -> str:
+    """The name of what `_examples` reads, for messages."""
+    return "--data" if data else "evaluation.data" if config.evaluation.data else "data"
+
+
+def _examples(config: RunConfig, data: Path | None, reference: Path | Image | None) -> Dataset:
+    """The evaluation examples: those of `data`, or those that the run evaluated on, which without `evaluation.data` are
+    its training examples."""
+    section = like(config, data) if data else config.evaluation.data or config.data
+    source = _source(config, data)
+    dataset = examples_of(config, section, source, reference, scored=True)
+    if source != "evaluation.data":  # the run itself has compared those with its training examples
+        seen_in_training(config, dataset, source)
     return dataset
 
 
@@ -241,7 +246,7 @@ def _evaluated(
     from retouch.training.evaluation import evaluate
     from retouch.use.loaded import Loaded, for_items, free_memory
 
-    require_one_batch(config, "--data" if data else "evaluation.data", dataset)
+    require_one_batch(config, _source(config, data), dataset)
     free_memory()  # of the run before
     evaluated = dataset[: config.evaluation.num_examples]
     loaded = Loaded(

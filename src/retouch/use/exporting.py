@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.adapters import FORMATS
+from retouch.adapters import FORMATS, FORMATS_OF
 from retouch.config.errors import nearest
 from retouch.config.load import take_in_plugins
 from retouch.config.parts import model_of, trains_text_encoder
@@ -65,6 +65,12 @@ def export_weights(
         raise ConfigError(
             f"--to: given {to!r}, but the run trained its text encoder, and {folder} is {kind} already; load that "
             "folder"
+        )
+    if to not in FORMATS_OF[kind := config.train.kind]:
+        other = next(other for other, formats in FORMATS_OF.items() if to in formats)
+        raise ConfigError(
+            f"--to: given {to!r}, but the run trained {kind} weights; use --to {', '.join(FORMATS_OF[kind])}, or train "
+            f"with model.train.kind={other}"
         )
 
     # All errors of the command line and of the records are raised above, before torch is imported and a base is read.

@@ -265,12 +265,18 @@ def _run_file(run: _Run, out: Path) -> str:
             f"  gradient_checkpointing: {'false' if tiny else 'true'}    # half the memory for a third more time",
             "evaluation:",
             f"  num_examples: {min(len(run.found.items), 16)}",
-            "  data: null    # the training examples; `retouch data split` holds some out"
+            f"  data: null    # the training examples; {_split_of(run)}"
             if run.held_out is None
             else f"  data: {{format: manifest, path: {held_out}, resolution: {size}, fit: {chosen}}}",
             "",
         ]
     )
+
+
+def _split_of(run: _Run) -> str:
+    """The command that holds some of the examples out, and whether they are enough for it."""
+    few = f", of about ten or more (here {run.examples})" if run.examples < 10 else ""
+    return f"`retouch data split {shlex.quote(str(run.data))} --share {_HELD_OUT}` holds some out{few}"
 
 
 def _as_name(stem: str) -> str:

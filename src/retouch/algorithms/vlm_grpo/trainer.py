@@ -35,7 +35,7 @@ from retouch.process.process_wide import leave_to_the_run_file, rng_state, set_r
 from retouch.rewards.table import of_all
 from retouch.training.evaluations import Moment, record_evaluation
 from retouch.training.scoring import RewardOutage, raise_together
-from retouch.training.stopping import CONTINUE, Stop, StopRequests
+from retouch.training.stopping import Stop, StopRequests, continuing
 from retouch.types import Diverged, Stopped
 
 logger = logging.getLogger(__name__)
@@ -289,7 +289,8 @@ class RunTrainer(GRPOTrainer):
         """
         if self.stopping is not None:
             self._end("stopped", reason=self.stopping.reason)
-            raise Stopped(self.stopping.message(self.state.global_step), code=self.stopping.exit_code)
+            message = self.stopping.message(self.state.global_step, self.run.dir.path)
+            raise Stopped(message, code=self.stopping.exit_code)
         self.save(pinned=True)
         self.evaluate_now("end")
         self._end("finished")
@@ -314,7 +315,7 @@ class RunTrainer(GRPOTrainer):
         if self.between_cycles():
             self.save(pinned=self.state.global_step >= self.run.config.training.max_steps)
         self._end("stopped", reason=str(error))
-        raise Stopped(f"{error}; nothing was trained on that batch; {CONTINUE}", code=3) from None
+        raise Stopped(f"{error}; nothing was trained on that batch; {continuing(self.run.dir.path)}", code=3) from None
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
