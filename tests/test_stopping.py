@@ -97,13 +97,18 @@ def test_whose_a_notice_is(requests: StopRequests, number: signal.Signals) -> No
             signal.signal(one, handler)
 
 
-def test_an_alarm_has_a_cause_that_has_to_go_before_the_run_continues(requests: StopRequests) -> None:
+def test_an_alarm_has_a_cause_that_has_to_go_before_the_run_continues(
+    requests: StopRequests, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests.alarm = "the gold reward fell"
     asked = requests.asked()
     assert asked is not None and asked.message(7, Path("runs/a b")) == (
         "the gold reward fell at step 7; correct the cause, then continue with retouch train 'runs/a b/config.yaml' "
         "resume=auto"
     )
+    monkeypatch.setenv("WORLD_SIZE", "2")  # the command of a launcher is not known
+    assert asked.message(7, Path("a")).endswith("at step 7; correct the cause, then continue with resume=auto")
+    monkeypatch.delenv("WORLD_SIZE")
     over = StopRequests(0.0, lambda flag: flag, "the next step").asked()
     assert over is not None and over.message(7, Path("a")) == (
         "training.max_minutes = 0 reached at step 7; continue with retouch train a/config.yaml resume=auto"

@@ -636,7 +636,11 @@ def test_examples_that_are_trained_on_are_warned_of(finished: Finished, signs: P
     config["evaluation"]["data"] = None
     file.write_text(yaml.safe_dump(config))
     told = warnings()
-    assert " data: full trained on 8 of 8 examples" in told
+    assert " data: full has no evaluation.data: its training examples are evaluated, which were not held out" in told
+    own = tmp_path / "own.yaml"
+    own.write_text(file.read_text().replace(str(signs / "prompts"), "${NO_SUCH_VARIABLE}/signs"))
+    outcome = retouch("eval", "--config", own)
+    assert outcome.code == 2 and "data.path, ${NO_SUCH_VARIABLE}/signs; give --data" in " ".join(outcome.err.split())
     file.write_text(file.read_text().replace(str(signs / "prompts"), str(tmp_path / "gone")))
     told = warnings(*held_out)
     assert "it is unknown whether full trained on these examples: data.path has no images on this machine" in told

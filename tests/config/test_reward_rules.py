@@ -230,3 +230,21 @@ def test_a_reward_of_a_server_needs_none_of_the_options_that_the_server_has() ->
     for given, message in (({}, "path"), ({"path": ""}, "given ''; expected a text; set path to one")):
         with pytest.raises(ValidationError, match=message):
             REWARDS["taste"].model_validate(given)
+
+
+def test_a_new_run_that_may_resume_keeps_the_rules_of_new_runs(
+    run_with: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    """A scheduler's line has `resume=auto` from the first start on."""
+    pytest.importorskip("torch")
+    from retouch.observe import RunDir
+    from retouch.training.beginning import require_can_begin
+
+    run = run_with(
+        "model.dtype=fp16", "training.mixed_precision='no'", "resume=auto", f"logging.dir={tmp_path}", "name=one"
+    )
+    with pytest.raises(ConfigError, match="given 'no', but model.dtype is fp16"):
+        require_can_begin(run, RunDir(run))
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/config.yaml").write_text(dump_run(run))
+    require_can_begin(run, RunDir(run))

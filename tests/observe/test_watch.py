@@ -140,10 +140,11 @@ def test_a_run_that_begins_is_waited_for(
 
 def test_what_cannot_be_watched_is_reported(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "WAIT_S", 0.0)
-    for place in (tmp_path, run / "config.yaml"):
+    (tmp_path / "notes.txt").touch()  # a folder of something else
+    for place in (tmp_path, tmp_path / "none", run / "config.yaml"):
         outcome = retouch("watch", place)
         assert outcome.code == 2 and "is not a run directory" in outcome.err
-        assert ("waiting" in outcome.err) == (place == tmp_path)
+        assert ("waiting" in outcome.err) == (place == tmp_path / "none")
     with (
         open_server(run, 0) as server,
         pytest.raises(ConfigError, match=f"--port: given {server.server_port}, which is"),

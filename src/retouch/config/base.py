@@ -129,7 +129,7 @@ class Section(BaseModel):
     @classmethod
     def retired(cls) -> dict[str, object]:
         """`RETIRED` of this class and of its bases."""
-        tables = [cast("Mapping[str, object]", vars(kind).get("RETIRED", {})) for kind in cls.__mro__]
+        tables = [cast("Mapping[str, object]", vars(kind).get("RETIRED", {})) for kind in reversed(cls.__mro__)]
         return {key: today for table in tables for key, today in table.items()}
 
     @classmethod

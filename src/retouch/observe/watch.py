@@ -66,7 +66,7 @@ class WatchServer(LoopbackServer):
 def wait_for(run: Path, tell: Callable[[str], object]) -> None:
     """Wait until a run directory has its run file, at most `WAIT_S`; `tell` takes a line about it."""
     file = run / "config.yaml"
-    if file.is_file() or run.is_file():
+    if file.is_file() or run.is_file() or (run.is_dir() and any(run.iterdir())):
         return
     tell(f"waiting up to {WAIT_S:g} s for {file}, which `retouch train` writes once its model is loaded; Ctrl-C ends")
     last = time.monotonic() + WAIT_S

@@ -26,9 +26,10 @@ def require_can_begin(config: RunConfig, run_dir: RunDir) -> None:
     Raises:
         ConfigError, CheckpointError: naming the key.
     """
-    require_trainable(config)
-    run_dir.require_free()
     given = config.resume
+    is_new = given == "auto" and not (run_dir.path / "config.yaml").is_file()  # as every first start of a scheduler
+    require_trainable(config.model_copy(update={"resume": None}) if is_new else config)
+    run_dir.require_free()
     if given is None:
         run_dir.require_new()
     elif given != "auto":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +38,10 @@ class Stop(NamedTuple):
 
 
 def continuing(run: Path, next_step: str = CONTINUE) -> str:
-    """A text with the whole command in the place of its `resume=auto`."""
+    """A text with the whole command in the place of its `resume=auto`; of several processes only their launcher knows
+    the command."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return next_step
     return next_step.replace("resume=auto", continue_command(run))
 
 

@@ -162,9 +162,18 @@ def _examples(config: RunConfig, data: Path | None, reference: Path | Image | No
     its training examples."""
     section = like(config, data) if data else config.evaluation.data or config.data
     source = _source(config, data)
+    if source == "data" and "${" in (path := str(getattr(section, "path", ""))):
+        raise ConfigError(
+            f"evaluation.data: not set in the run file, and neither is the variable of data.path, {path}; give --data, "
+            "or export it"
+        )
     dataset = examples_of(config, section, source, reference, scored=True)
-    if source != "evaluation.data":  # the run itself has compared those with its training examples
+    if source == "--data":
         seen_in_training(config, dataset, source)
+    elif source == "data":
+        logger.warning(
+            "data: %s has no evaluation.data: its training examples are evaluated, which were not held out", config.name
+        )
     return dataset
 
 

@@ -275,7 +275,9 @@ def _run_file(run: _Run, out: Path) -> str:
 
 def _split_of(run: _Run) -> str:
     """The command that holds some of the examples out, and whether they are enough for it."""
-    few = f", of about ten or more (here {run.examples})" if run.examples < 10 else ""
+    if run.examples >= _ENOUGH:  # it was tried
+        return "items that share an image stay together, and no part of these could be held out"
+    few = f", of about ten or more (here {run.examples})"
     return f"`retouch data split {shlex.quote(str(run.data))} --share {_HELD_OUT}` holds some out{few}"
 
 
