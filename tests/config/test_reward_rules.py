@@ -243,7 +243,7 @@ def test_a_new_run_that_may_resume_keeps_the_rules_of_new_runs(
     run = run_with(
         "model.dtype=fp16", "training.mixed_precision='no'", "resume=auto", f"logging.dir={tmp_path}", "name=one"
     )
-    with pytest.raises(ConfigError, match="given 'no', but model.dtype is fp16"):
+    with pytest.raises(ConfigError, match=r"given 'no', but model\.dtype is fp16"):
         require_can_begin(run, RunDir(run))
     (tmp_path / "one").mkdir()
     (tmp_path / "one/config.yaml").write_text(dump_run(run))

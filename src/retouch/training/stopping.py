@@ -38,8 +38,8 @@ class Stop(NamedTuple):
 
 
 def continuing(run: Path, next_step: str = CONTINUE) -> str:
-    """A text with the whole command in the place of its `resume=auto`; of several processes only their launcher knows
-    the command."""
+    """A text with the whole command in the place of its `resume=auto`; the command of several processes is their
+    launcher's."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return next_step
     return next_step.replace("resume=auto", continue_command(run))
