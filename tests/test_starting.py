@@ -131,6 +131,19 @@ def test_wide_masks_get_a_size_that_does_not_cut_them(tmp_path: Path) -> None:
     assert [item.metadata["text"] for item in discover(Path(run.data.path)).items] == [f"WORD{i}" for i in range(6)]
 
 
+def test_a_split_that_was_tried_is_not_recommended(tmp_path: Path) -> None:
+    """Items that share an image stay together: of eight captions of one image, none can be held out."""
+    folder = wide_signs(tmp_path / "signs")
+    for i in range(1, 8):
+        for end in (".png", "_mask.png"):
+            shutil.copy(folder / f"s0{end}", folder / f"s{i}{end}")
+        (folder / f"s{i}.txt").write_text(f'a sign that says "WORD{i}"', encoding="utf-8")
+    run, _ = started(tmp_path, folder)
+    assert run.evaluation.data is None
+    written = (tmp_path / "run.yaml").read_text()
+    assert "data split" not in written and "no part of these could be held out" in written
+
+
 def test_one_caption_without_a_text_does_not_change_the_reward(tmp_path: Path) -> None:
     """It is left out of the manifest; a list of the user's is kept as it is, and its examples are counted."""
     folder = wide_signs(tmp_path / "signs")
