@@ -37,6 +37,7 @@ PRELOADED = "tests.forked_imports"
 cpu_seconds = 0.0
 """Processor seconds of the programs that ended without being killed: the server waits for them, not this process."""
 
+OF_THE_REPOSITORY = ("retouch", "retouch_bench", "retouch_glyphs", "tests", "tools")
 LAUNCHERS = ("torch.distributed.run", "accelerate.commands.launch")
 
 
@@ -52,8 +53,8 @@ def run(
     """What `subprocess.run([sys.executable, ...], capture_output=True, text=True)` does.
 
     `command` is `sys.executable` followed by `-c CODE`, `-m MODULE` or a file, and arguments. One of `LAUNCHERS` starts
-    its processes as forks, too. With `anew`, the program imports the package again, for example because PYTHONPATH
-    holds plug-ins of it.
+    its processes as forks, too. With `anew`, the program imports what is of this repository again, for example because
+    PYTHONPATH holds plug-ins of the package, or another copy of it.
 
     Raises:
         subprocess.TimeoutExpired: the program and what it started are killed.
@@ -177,9 +178,7 @@ def _begin(arguments: list[str], environment: dict[str, str], folder: str, files
     os.chdir(folder)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     if anew:
-        for module in [
-            name for name in sys.modules if name.split(".")[0] in ("retouch", "retouch_bench", "retouch_glyphs")
-        ]:
+        for module in [name for name in sys.modules if name.split(".")[0] in OF_THE_REPOSITORY]:
             del sys.modules[module]
     try:
         _become(arguments)

@@ -30,6 +30,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests import forked
 from tests.tiers import Record, read
 from tools.fragments import Place, Tree, locate, parsed
 
@@ -144,22 +145,20 @@ def copy_tree(source: Path, target: Path, compiled: bool = True) -> None:
             shutil.copy(source / name, target / name)
 
 
-def run_tests(root: Path, tests: Iterable[str]) -> tuple[int, str]:
-    """pytest on a copy, until a test fails -> (exit code, output)."""
+def run_tests(root: Path, tests: Iterable[str], stop_at: int = 1, timeout_s: float = TIMEOUT_S) -> tuple[int, str]:
+    """pytest on a copy, until `stop_at` tests failed -> (exit code, output). Its process is a fork of one that imported
+    all that is not of this repository."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(root / "src"), os.environ.get("PYTHONPATH")])),
-        "PYTHONDONTWRITEBYTECODE": "",  # what the run without any fault compiles is copied
         "OMP_NUM_THREADS": "1",
     }
-    options = ["-q", "-x", "--no-header", "--show-capture=no", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
-    command = [sys.executable, "-c", CHILD, *options, *tests]
+    options = ["-q", "--no-header", "--show-capture=no", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    command = [sys.executable, "-c", CHILD, *options, f"--maxfail={stop_at}", *tests]
     try:
-        done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        done = forked.run(command, cwd=root, env=environment, timeout=timeout_s, anew=True)
     except subprocess.TimeoutExpired:
-        return -1, f"no end after {TIMEOUT_S} s"
+        return -1, f"no end after {timeout_s} s"
     return done.returncode, done.stdout + done.stderr
 
 
@@ -229,7 +228,8 @@ def main() -> None:
         original = Path(folder).resolve()
         copy_tree(ROOT, original, compiled=False)  # the sources may change while this runs
         started = time.monotonic()
-        code, output = run_tests(original, dict.fromkeys(test for mutant in mutants for test in mutant.tests))
+        tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
+        code, output = run_tests(original, tests, stop_at=20, timeout_s=10 * TIMEOUT_S)
         if code != PASSED:
             sys.exit(f"the tests fail without any fault (exit code {code}):\n{output[-3000:]}")
         print(f"the tests pass without any fault ({time.monotonic() - started:.0f} s)", flush=True)

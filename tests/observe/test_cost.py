@@ -27,6 +27,7 @@ from retouch.tiny.signs import (
 )
 from retouch.types import Example
 from tests.algorithms.runs import of_kind, train
+from tests.families.facts import text_length
 from tests.families.test_contract import CASES, examples_of, start, times_of, tiny
 from tests.selection import covering, rows
 from tests.tiny_models import tiny_model
@@ -221,8 +222,7 @@ def test_flops_of_a_network_with_a_style_adapter(
         "training__max_steps": 1,
     }
     model: dict[str, Any] = {"family": family, "path": tiny_model(family), "dtype": "fp32"}
-    if family != "sd_inpaint":
-        model["max_sequence_length"] = 24
+    model |= {"max_sequence_length": length} if (length := text_length(family)) else {}
     for kind, options in {"full": {}, "ip_adapter": {"image_encoder": "tiny", "tokens": 4}}.items():
         train(config(name=kind, model={**model, "train": {"kind": kind, **options}}, **common))
     assert counted["full"] == counted["ip_adapter"] and min(counted["full"]) > 0

@@ -51,7 +51,7 @@ def test_the_thirds_of_a_run_by_hand() -> None:
         ((0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2), False),
         ((0.0, 0.9, 1.0, 1.0, 1.0, 1.15, 1.15), False),  # a rise of .15 is above a tenth of 1.15
         ((0.0,) * 7, False),  # nothing rose yet
-        ((0.0, -0.9, -1.0, -1.0, -1.0, -1.1, -1.1), False),  # worse than its start: no plateau of a rise
+        ((0.0, -0.9, -1.0, -1.0, -1.0, -1.5, -1.5), False),  # it falls from its start: no plateau of a rise
         (RISEN[:-1], None),
     ],
 )
