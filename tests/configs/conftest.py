@@ -165,8 +165,9 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
     judged = scorers.keys() & {"complex_edit", "editscore", "pairwise"}  # by `picky`, to whom any two images differ
     rounds = [name for name, entry in published["rewards"].items() if "rounds" in (entry or {})]
     overrides += [f"rewards.{name}.rounds=null" for name in rounds]  # the groups are smaller here
-    if published["model"]["family"] not in WITH_BASE and algorithm["name"] != "sft" and not judged:
-        # random weights write nothing: all readings tie, and no step is taken
+    writes = published["model"]["family"] in WITH_BASE and rollout.get("guidance_scale") != 1
+    if not writes and algorithm["name"] != "sft" and not judged:
+        # random weights write nothing, nor does the tiny base without guidance: all readings tie, and no step is taken
         has_references = published["data"]["format"] != "prompts"
         score = "style: {image_encoder: tiny, gate: 0, detect: false}" if has_references else "jpeg_size: {}"
         overrides += [f"rewards={{{score}}}", "evaluation.on_gold_fall=warn"]
