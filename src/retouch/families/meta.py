@@ -33,6 +33,9 @@ def without_data() -> FakeTensorMode:
 def to_run_without_data(network: nn.Module, mode: FakeTensorMode, dtype: Callable[[nn.Parameter], torch.dtype]) -> None:
     """A network on the meta device as one that runs inside `mode`; in place.
 
+    A tensor that is neither weight nor buffer, as the frequencies of Qwen-Image's positions, comes along: the first
+    forward would count its copy.
+
     Args:
         dtype: of each weight.
     """
@@ -42,9 +45,10 @@ def to_run_without_data(network: nn.Module, mode: FakeTensorMode, dtype: Callabl
                 if weight is not None:
                     made = torch.empty(weight.shape, dtype=dtype(weight))
                     module._parameters[name] = nn.Parameter(made, weight.requires_grad)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+            for place in (module._buffers, vars(module)):
+                for name, tensor in place.items():
+                    if isinstance(tensor, torch.Tensor):
+                        place[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def released_networks(spec: FamilySpec) -> dict[str, Any]:
