@@ -470,7 +470,10 @@ def test_the_import_of_torch_is_named_before_prompts_are_counted(
     outcome = retouch("sample", "--config", listed, *place, "--prompt", "a sign")
     first, last = outcome.err.splitlines()
     assert "loading torch, then flux_fill" in first and last == "error: counted"
-    assert "loading torch" not in retouch("sample", "--config", listed, *place, "--prompt", "a", "--fit", "x").err
+    mistakes = ([], ["--fit", "x"], ["--text", "A"], ["--reference", "r.png"], ["--box", "1,2,3,4"])
+    for n, mistake in enumerate(mistakes):
+        refused = retouch("sample", "--config", listed, *place, *(["--prompt", "a"] if n else []), *mistake)
+        assert refused.code == 2 and refused.err.startswith("error: -"), refused.err
 
 
 def test_sample_leaves_an_item_of_a_list_out(listed: Path, tmp_path: Path) -> None:

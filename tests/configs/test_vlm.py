@@ -280,7 +280,7 @@ def test_the_documented_command(tmp_path: Path, picky: OpenAIServer) -> None:
     }
     done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, f"done: {tmp_path / name}\n"), done.stderr
-    assert len(picky.asked) == 2 + 6 * (2 + 8 + 2)  # a first pair; evaluation, one group of completions, evaluation
+    assert len(picky.asked) == 2 + 2 * (2 + 8 + 2)  # a first pair; two questions of evaluation, a group, evaluation
     assert KEY not in done.stderr
     [step] = [r for r in read_metrics(tmp_path / name / "metrics.jsonl") if r["kind"] == "train"]
     assert step["reward/complex_edit"] > 0 and step["failed/complex_edit"] == 0 and step["grad_norm"] > 0

@@ -99,9 +99,6 @@ def items_to_sample(config: RunConfig, request: SampleRequest) -> tuple[DataSect
     given = {"resolution": request.size, "fit": request.fit, "invert_mask": request.invert_mask}
     update = {name: value for name, value in given.items() if value is not None}
     if request.data is not None:
-        own = {"masks": "mask", "boxes": "box", "texts": "text", "prompt": "prompt", "more_images": "more-image"}
-        if named := [option for name, option in own.items() if getattr(request, name) not in (None, ())]:
-            raise ConfigError(f"--{named[0]}: given with --data, whose items have their own masks and prompts; omit it")
         section = like(config, request.data).model_copy(update=update)
         try:
             return section, examples_of(config, section, "--data", request.reference, scored=False).items
@@ -147,6 +144,27 @@ def require_options(config: RunConfig, request: SampleRequest) -> None:
         require_multiples(request.size, config.model.size_multiple, config.model.family)
     for option, text in (("--prompt", request.prompt), *(("--text", text) for text in request.texts)):
         require_utf_8(option, text or "")
+    _takes_references(config, request.reference, scored=False)
+    if request.data is not None:
+        own = {"masks": "mask", "boxes": "box", "texts": "text", "prompt": "prompt", "more_images": "more-image"}
+        if named := [option for name, option in own.items() if getattr(request, name) not in (None, ())]:
+            raise ConfigError(f"--{named[0]}: given with --data, whose items have their own masks and prompts; omit it")
+        return
+    if request.texts and request.prompt is not None:
+        raise ConfigError("--text: given beside --prompt, which is the whole prompt; leave one of them out")
+    if prompt_alone:
+        given = {"mask": request.masks, "box": request.boxes, "more-image": request.more_images}
+        if masked := [option for option, value in given.items() if value]:
+            raise ConfigError(
+                f"--{masked[0]}: given, but {config.model.family} generates whole images from prompts; omit it"
+            )
+    else:
+        _check_one_image(config, request)
+    if takes_references(config, scored=False) and request.reference is None:
+        raise ConfigError(
+            "--image needs --reference: the run trained with references (a style adapter, model.reference_images or "
+            "data.reference_strip)"
+        )
 
 
 def _prompt_alone(config: RunConfig, request: SampleRequest) -> bool:
@@ -178,18 +196,12 @@ def takes_source(config: RunConfig) -> bool:
 
 def _one_prompt(config: RunConfig, request: SampleRequest) -> ItemFiles:
     """The prompt of a request without an image."""
-    given = {"mask": request.masks, "box": request.boxes, "more-image": request.more_images}
-    if masked := [option for option, value in given.items() if value]:
-        raise ConfigError(
-            f"--{masked[0]}: given, but {config.model.family} generates whole images from prompts; omit it"
-        )
-    return ItemFiles(0, _prompt_of(config, request), reference_path=_reference_of(config, request))
+    return ItemFiles(0, _prompt_of(config, request), reference_path=_file(request.reference, "reference"))
 
 
 def _one_item(config: RunConfig, request: SampleRequest, invert: bool) -> ItemFiles:
     """The image of a request with its mask and prompt."""
-    _check_one_image(config, request)
-    reference = _reference_of(config, request)
+    reference = _file(request.reference, "reference")
     source = _file(request.image, "image")
     assert source is not None  # `items_to_sample`
     mask, places = _region(source, request, invert)
@@ -201,25 +213,9 @@ def _one_item(config: RunConfig, request: SampleRequest, invert: bool) -> ItemFi
     return item
 
 
-def _reference_of(config: RunConfig, request: SampleRequest) -> Path | PackedImage | None:
-    if takes_references(config, scored=False) and request.reference is None:
-        raise ConfigError(
-            "--image needs --reference: the run trained with references (a style adapter, model.reference_images or "
-            "data.reference_strip)"
-        )
-    _takes_references(config, request.reference, scored=False)
-    return _file(request.reference, "reference")
-
-
 def _prompt_of(config: RunConfig, request: SampleRequest) -> str:
-    _require_one_prompt(request)
     template = getattr(config.data, "prompt_template", DEFAULT_TEMPLATE)
     return request.prompt if request.prompt is not None else template_prompt(template, request.texts)
-
-
-def _require_one_prompt(request: SampleRequest) -> None:
-    if request.texts and request.prompt is not None:
-        raise ConfigError("--text: given beside --prompt, which is the whole prompt; leave one of them out")
 
 
 def _check_one_image(config: RunConfig, request: SampleRequest) -> None:
@@ -227,7 +223,6 @@ def _check_one_image(config: RunConfig, request: SampleRequest) -> None:
     if request.masks and request.boxes:
         raise ConfigError("--box: given beside --mask; leave one of them out")
     unmasked = not request.masks and not request.boxes
-    _require_one_prompt(request)
     if (unmasked and not edits) or (not request.texts and request.prompt is None):
         raise ConfigError(f"--image needs {'' if edits else '--mask (or --box) and '}--text (or --prompt)")
     if unmasked and request.crop == "mask":
