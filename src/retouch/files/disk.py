@@ -7,8 +7,10 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock
 
 from retouch.errors import ConfigError
 
@@ -148,6 +150,16 @@ def is_own(folder: Path, path: Path, most: int) -> bool:
         return not path.exists() or (path.is_file() and path.stat().st_size <= most)
     except (OSError, RuntimeError):  # a circle of links, or where this user may not look
         return False
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Within it, other processes wait that get here for the same file, which need not exist; on file systems without
+    locks they do not."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            stack.enter_context(FileLock(path.with_name(f".{path.name}.lock"), fallback_to_soft=False))
+        yield
 
 
 @contextmanager
