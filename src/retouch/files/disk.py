@@ -57,6 +57,12 @@ def state_folder() -> Path | None:
         return None
 
 
+def real_place(path: Path) -> Path:
+    """A path whose name and parents are those on the disk, without `.`, `..` and links to folders. A link to a file
+    keeps its name, which has the ending, as in the cache of the hub."""
+    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
+
+
 def file_in(path: str | Path, name: str) -> Path:
     """The file `name` of a folder; a path that is no folder itself. Raises as `expanded`."""
     found = expanded(path)
