@@ -173,11 +173,13 @@ def test_other_weights_at_a_path_are_another_revision(name: str, tmp_path: Path)
 def test_the_version_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a link leads, without the hidden files of tools; of a hub id the commit that was loaded."""
     for name in ("old", "new"):
-        (tmp_path / name / ".cache").mkdir(parents=True)
-        (tmp_path / name / "model.safetensors").write_text(name)
+        (tmp_path / name / "part" / ".cache").mkdir(parents=True)
+        (tmp_path / name / ".cache").mkdir()
+        (tmp_path / name / "part" / "model.safetensors").write_text(name)
     latest, found = tmp_path / "latest", list[str]()
     for name in ("old", "new", "old"):
-        (tmp_path / name / ".cache/time").write_text(str(found))
+        for place in (".cache", "part/.cache"):
+            (tmp_path / name / place / "time").write_text(str(found))
         latest.unlink(missing_ok=True)
         latest.symlink_to(tmp_path / name)
         found.append(version_of(str(latest)))
