@@ -88,19 +88,19 @@ def test_votes_of_an_example_are_in_one_fold_and_few_examples_are_refused(tmp_pa
 
 
 def test_masks_of_one_photograph_are_in_one_fold_and_one_half(tmp_path: Path) -> None:
-    """By the content of the original, or of the source: a fit had seen half of the photographs that it is measured on."""
+    """By the content of the original, or of the source: a fit had seen the photographs that it is measured on."""
     images = images_of(48, 2)
     plain = [Vote(i, "ann", "left", *pair) for i, pair in enumerate(zip(images[::2], images[1::2], strict=True))]
     votes = list[Vote]()
-    for vote in plain:
-        photograph, image = f"photograph {vote.number // 2}", vote.left
-        if vote.number < 24:
+    for one in plain:
+        photograph, image = f"photograph {one.number // 2}", one.left
+        if one.number < 24:
             image = replace(image, original=photograph)
         else:
-            source = tmp_path / f"{vote.number}.png"
+            source = tmp_path / f"{one.number}.png"
             source.write_text(photograph)
             image = replace(image, source=source)
-        votes.append(replace(vote, left=image))
+        votes.append(replace(one, left=image))
     assert folds_of(votes)[::2].tolist() == folds_of(votes)[1::2].tolist()
     halves = [half_of(group) for group in groups_of(votes)]
     assert halves[::2] == halves[1::2] and len({*halves}) == 2

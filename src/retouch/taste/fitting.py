@@ -1,7 +1,8 @@
 """The fit of a taste: a linear score on frozen features from votes, with what it is worth on images it has not seen.
 
 Every number about quality is measured on held-out examples: all votes on the images of an example, or of one
-photograph, are in the same fold, and the settings of a fold's fit are chosen on the other folds alone. Legend: V votes, I images, D numbers of an image.
+photograph, are in the same fold, and the settings of a fold's fit are chosen on the other folds alone. Legend: V votes,
+I images, D numbers of an image.
 """
 
 from __future__ import annotations
@@ -216,8 +217,8 @@ def folds_of(votes: Sequence[Vote]) -> NDArray[np.intp]:
     examples = sorted({*groups})
     if len(examples) < MIN_EXAMPLES:
         raise ConfigError(
-            f"votes on the images of {len(examples)} examples or photographs; a fit needs {MIN_EXAMPLES} or more, because it is "
-            "measured on examples that it has not seen; vote on images of more examples (40 for --half)"
+            f"votes on the images of {len(examples)} examples or photographs; a fit needs {MIN_EXAMPLES} or more, "
+            "because it is measured on examples that it has not seen; vote on images of more examples (40 for --half)"
         )
     random.Random(0).shuffle(examples)
     fold = {example: place % _FOLDS for place, example in enumerate(examples)}
