@@ -62,6 +62,7 @@ def _sampling(config: Record) -> dict[str, Any]:
         "rollout.guidance_scale": guidance,
         "resolution": [size, size] if isinstance(size, int) else size,
         "fit": data.get("fit"),
+        "invert_mask": data.get("invert_mask"),
     }
 
 
