@@ -14,6 +14,7 @@ import retouch.training.evaluation as evaluation
 from retouch.config import RunConfig
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.data.formats import FACETS
+from retouch.data.formats.prompts import PromptsData
 from retouch.observe import Stopwatch
 from retouch.observe.statistics import MIN_EXAMPLES, bootstrap_intervals, paired_difference, student
 from retouch.rewards.client.config import RewardClientConfig
@@ -308,5 +309,7 @@ def test_several_runs_are_sampled_with_the_settings_of_the_first(
     assert comparison._sampled_as("a", first, "b", edit).rollout.guidance_scale == 4.0
     inverted = comparison._sampled_as("a", first, "b", config(evaluation__data__invert_mask=True)).evaluation.data
     assert inverted is not None and not inverted.image_options.invert_mask
-    prompts = config(evaluation__data={"format": "prompts", "path": "p.txt"})
-    assert comparison._sampled_as("b", prompts, "a", first).evaluation.data == first.evaluation.data
+    alone = first.evaluation.model_copy(update={"data": PromptsData(path="p.txt")})
+    prompts = first.model_copy(update={"evaluation": alone})
+    kept = comparison._sampled_as("b", prompts, "a", first).evaluation.data  # prompts have no such options
+    assert kept is not None and kept.image_options == first.evaluation.data.image_options

@@ -177,7 +177,7 @@ def what_next(labelling: Labelling) -> list[str]:
         return []
     told = [f"retouch reward fit {path} --config RUN.yaml"]
     if (examples := len({*groups_of(votes)})) < MIN_EXAMPLES:
-        told = [f"a reward needs votes on {MIN_EXAMPLES} examples, and these are on {examples}"]
+        told = [f"a reward needs votes on {MIN_EXAMPLES} examples or photographs, and these are on {examples}"]
     if labelling.of_run:
         return [*told, "DPO and KTO train on images of `retouch sample --for-votes`; those of evaluations are held out"]
     images = [image for vote in votes for image in vote.images]

@@ -68,9 +68,8 @@ class VotedImage:
 
 
 def groups_of(votes: Sequence[Vote]) -> list[str]:
-    """What the images of each vote have in common with those of other votes, so that no group may lie on both sides of
-    a division: the content of the photograph that they edit, of which several masks are several examples; without one,
-    the example."""
+    """The group of each vote, which no division of votes may cut: the content of the photograph that its images edit,
+    because several masks of one are several examples; the example of images without a photograph."""
     digests: dict[Path, str] = {}
 
     def group(image: VotedImage) -> str:
