@@ -206,7 +206,7 @@ def test_a_list_of_samples_in_a_run_directory_is_no_evaluation(tmp_path: Path) -
 
 def test_the_commands_at_the_end_are_those_for_the_votes(tmp_path: Path) -> None:
     votes = tmp_path / "my votes.jsonl"
-    images = [drawn_image(tmp_path, e, k, 9.0 * k) for e in range(10) for k in range(2)]
+    images = [drawn_image(tmp_path, e, k, e + 9.0 * k) for e in range(10) for k in range(2)]
     samples = listed(tmp_path, images, "a sign")
     entries = zip(samples.read_text().splitlines(), images, strict=True)
     own = [{**json.loads(line), "source": f"{image.example}-0.png"} for line, image in entries]  # a photograph each
