@@ -234,7 +234,7 @@ def test_a_base_that_is_downloaded_to_sample_is_recorded_before_its_images(
 ) -> None:
     given, run = benchmark("calligrapher_self", resolution=[32, 64]), small_run(Path("s"), Path("r"))
     config = with_settings(RunConfig.model_validate(run), given)
-    here, recorded = {"network_files": None}, list[object]()
+    here, recorded = dict[str, str | None](network_files=None), list[object]()
 
     def loaded(*_: object, **__: object) -> SimpleNamespace:
         here["network_files"] = "a"
