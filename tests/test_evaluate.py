@@ -14,6 +14,7 @@ import retouch.training.evaluation as evaluation
 from retouch.config import RunConfig
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.data.formats import FACETS
+from retouch.data.formats.prompts import PromptsData
 from retouch.observe import Stopwatch
 from retouch.observe.statistics import MIN_EXAMPLES, bootstrap_intervals, paired_difference, student
 from retouch.rewards.client.config import RewardClientConfig
@@ -292,7 +293,8 @@ def test_what_is_not_paired_has_no_difference() -> None:
 def test_several_runs_are_sampled_with_the_settings_of_the_first(
     config: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps, guidance and resolution: only the weights differ. Guidance of another family is its own."""
+    """Steps, guidance, resolution and masks: only the weights differ, and they repaint one region. Guidance of another
+    family is its own."""
     first = config(rollout__num_steps=3)
     other = config(evaluation__num_steps=5, rollout__guidance_scale=2.0, evaluation__data__resolution=[64, 128])
     sampled = comparison._sampled_as("a", first, "b", other)
@@ -305,3 +307,9 @@ def test_several_runs_are_sampled_with_the_settings_of_the_first(
     assert comparison._sampled_as("a", first, "b", first).evaluation.num_steps == 3 and not caplog.records
     edit = config(model={"family": "qwen_image_edit", "path": "tiny", "dtype": "fp32"}, rollout__guidance_scale=4.0)
     assert comparison._sampled_as("a", first, "b", edit).rollout.guidance_scale == 4.0
+    inverted = comparison._sampled_as("a", first, "b", config(evaluation__data__invert_mask=True)).evaluation.data
+    assert inverted is not None and not inverted.image_options.invert_mask
+    alone = first.evaluation.model_copy(update={"data": PromptsData(path="p.txt")})
+    prompts = first.model_copy(update={"evaluation": alone})
+    kept = comparison._sampled_as("b", prompts, "a", first).evaluation.data  # prompts have no such options
+    assert kept is not None and kept.image_options == first.evaluation.data.image_options

@@ -451,7 +451,9 @@ def test_weights_are_found_with_the_run_directory_where_judges_count(finished: F
     assert Trained.find(None, run / "config.yaml", None, None).run is None
 
 
-def test_given_weights_are_of_the_stage_of_their_checkpoint(finished: Finished, tmp_path: Path) -> None:
+def test_given_weights_are_of_the_stage_of_their_checkpoint(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that lie in none are the end of the run: `eval --weights` reports transfer as the run itself does."""
     run = finished("full")
     found = Trained.find(run, None, None, None)
@@ -461,6 +463,15 @@ def test_given_weights_are_of_the_stage_of_their_checkpoint(finished: Finished, 
     for given, by_rl in ((warmed_up, False), (newest, True), (newest / "ema", True), (alone, True)):
         for where in ((run, None), (None, run / "config.yaml")):
             assert Trained.find(*where, given, None).after_rl == ({"trained"} if by_rl else set())
+    (tmp_path / "link").symlink_to(warmed_up / "weights")
+    for place, given in (
+        (warmed_up, "."),
+        (warmed_up / "weights", "."),
+        (warmed_up / "weights", ".."),
+        (tmp_path, "link"),
+    ):
+        monkeypatch.chdir(place)
+        assert Trained.find(run, None, Path(given), None).after_rl == set()
     for name in ("state.json", "complete.json"):  # of another program; a folder above the weights is no checkpoint
         (tmp_path / name).write_text("{}")
         inside = shutil.copytree(alone, tmp_path / name.partition(".")[0] / "weights")
@@ -794,6 +805,9 @@ def test_an_export_goes_to_the_run_unless_it_is_told_where(
     alone = shutil.copytree(newest, tmp_path / "alone")
     monkeypatch.chdir(alone)
     assert retouch("export", ".", "--to", "safetensors").out == f"{tmp_path}/alone-safetensors/lora-alone.safetensors\n"
+    monkeypatch.chdir(alone / "weights")
+    for given, to, name in ((".", "comfyui", "comfyui-raw"), ("..", "diffusers-lora", "diffusers-lora")):
+        assert retouch("export", given, "--to", to).out.startswith(f"{tmp_path}/alone-{name}/")
     assert [p.relative_to(alone) for p in sorted(alone.rglob("*"))] == [p.relative_to(newest) for p in files]
     assert sorted(newest.rglob("*")) == files
     shutil.rmtree(run / "checkpoints")

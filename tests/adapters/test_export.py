@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from retouch.adapters.pipeline import _full_network
 from retouch.config import load_run
 from retouch.data.dataset import load_dataset
 from retouch.families.diffusion import pack
@@ -165,3 +166,16 @@ def test_weights_that_miss_a_tensor_are_not_exported(finished: Callable[[str], P
     assert outcome.code == 2
     assert outcome.err.splitlines()[-1].startswith(f"error: {folder}: cannot be exported: ")
     assert "1 weights are missing" in outcome.err
+
+
+def test_weights_that_overflow_are_not_exported(finished: Callable[[str], Path], tmp_path: Path) -> None:
+    """As Inf they would break every sample of another program, without an error."""
+    folder = shutil.copytree(checkpoint(finished("full")) / "weights", tmp_path / "weights")
+    file = folder / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    tensors["proj_out.bias"][0] = 1e5
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = load_run(finished("full") / "config.yaml").model
+    assert torch.equal(_full_network(model, folder).proj_out.bias, tensors["proj_out.bias"])
+    with pytest.raises(ValueError, match=r"proj_out\.bias overflows in model\.dtype fp16; use --to safetensors"):
+        _full_network(model.model_copy(update={"dtype": "fp16"}), folder)

@@ -50,6 +50,7 @@ def test_a_run_ends_with_the_examples_and_its_checkpoint_repeats_the_step(
     assert line.startswith("error: the gradient norm is nan; lower optimizer.lr")
     assert "; the loss of forward " in line and " is nan, of examples " in line
     where = tmp_path / "runs" / kind
+    assert line.endswith(f"; continue with retouch train {where}/config.yaml resume=auto")
     assert [folder.name for folder in sorted((where / "checkpoints").iterdir())] == ["step-000001"]
     assert retouch("train", file, "resume=auto").err.splitlines()[-1] == line
     records = read_metrics(where / "metrics.jsonl")

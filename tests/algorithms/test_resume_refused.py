@@ -221,6 +221,14 @@ def test_a_retired_option_of_a_reward_cannot_be_set_back(
     )
     with pytest.raises(CheckpointError, match=told):
         may_go_on(tmp_path, state, config, {})
+    run["rewards"] |= {"black": {"scorer": "jpeg_size", "gated_by": "preservation"}}
+    run["rewards"]["preservation"]["weight"] = 0
+    with pytest.raises(CheckpointError, match=told):  # a gate of a reward that trains
+        may_go_on(tmp_path, state, parse_run(run), {})
+    run["rewards"]["black"] = {"scorer": "jpeg_size"}
+    may_go_on(tmp_path, state, parse_run(run), {})
+    run["rewards"]["preservation"] = {"role": "gold", "former": 2}
+    may_go_on(tmp_path, state, parse_run(run), {})
 
 
 # --- what an epoch was sampled from ---

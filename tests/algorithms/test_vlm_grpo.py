@@ -758,11 +758,14 @@ def test_nothing_of_a_run_is_pickled_for_its_data_set(parts_of: Any, monkeypatch
     assert trainer.train_dataset[0]["prompt"] and not pickled
 
 
-def test_a_gradient_that_is_nan_ends_the_run_before_the_weights_change(vlm_file: RunFile) -> None:
+def test_a_gradient_that_is_nan_ends_the_run_before_the_weights_change(vlm_file: RunFile, tmp_path: Path) -> None:
     """TRL would write it into the weights and go on to the end."""
     outcome = train(vlm_file({"learning_rate": 1e30, "num_iterations": 2}, training__max_steps=4))
     assert outcome.code == 1 and "Traceback" not in outcome.err, outcome.err
-    assert outcome.err.splitlines()[-1].startswith("error: the gradient norm is nan at step 2; lower algorithm.trl.")
+    line, last = outcome.err.splitlines()[-1], records(tmp_path / "a", "event")[-1]
+    assert line.startswith("error: the gradient norm is nan at step 2; lower algorithm.trl.")
+    assert line.endswith(f"; continue with retouch train {tmp_path}/a/config.yaml resume=auto")
+    assert last == {"step": 1, "kind": "event", "event": "diverged", "reason": line.removeprefix("error: ")}
 
 
 def test_a_policy_without_probabilities_is_an_error_with_a_remedy(vlm_file: RunFile) -> None:

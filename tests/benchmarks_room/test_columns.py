@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +16,13 @@ import yaml
 
 from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import Benchmark, ImageRow
+from retouch.benchmarks.outputs import Shard
 from retouch.benchmarks.result import ResultColumn, result_of
 from retouch.config import RunConfig
 from retouch.errors import ConfigError
+from retouch.files.disk import write_whole
 from retouch.types import Failure, Outcome, Score
+from retouch.use import benchmark_images
 from retouch.use.benchmark import _weights
 from retouch.use.benchmark_images import about_weights, as_trained, claim, with_settings
 from retouch.use.trained import Trained
@@ -217,3 +223,60 @@ def test_another_base_under_the_same_path_takes_no_images_over(tmp_path: Path) -
         claim(tmp_path / "downloaded", base)
     with pytest.raises(ConfigError, match=r"holds images of another files\.network_files"):
         claim(tmp_path / "downloaded", about(b"other"))
+    claim(tmp_path / "part", unknown)
+    claim(tmp_path / "part", {"files": first["files"]})  # once it is loaded
+    with pytest.raises(ConfigError, match=r"holds images of another files\.network_files"):
+        claim(tmp_path / "part", about(b"other"))
+
+
+def test_a_base_that_is_downloaded_to_sample_is_recorded_before_its_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, run = benchmark("calligrapher_self", resolution=[32, 64]), small_run(Path("s"), Path("r"))
+    config = with_settings(RunConfig.model_validate(run), given)
+    here, recorded = dict[str, str | None](network_files=None), list[object]()
+
+    def loaded(*_: object, **__: object) -> SimpleNamespace:
+        here["network_files"] = "a"
+        return SimpleNamespace(load=lambda _: recorded.append(json.loads((tmp_path / "base.json").read_text())))
+
+    for name, stub in {
+        "_files_of": lambda _: dict(here),
+        "chunks_of": lambda *_: [[SimpleNamespace(own_file="1.png")]],
+        "_encoded": lambda *_: [],
+    }.items():
+        monkeypatch.setattr(benchmark_images, name, stub)
+    monkeypatch.setattr("retouch.use.loaded.Loaded", loaded)
+    monkeypatch.setattr("retouch.use.loaded.for_items", lambda *_: None)
+    claim(tmp_path / "base", {"files": dict(here)})
+    benchmark_images.sample_outputs(config, {"base": None}, given.data(), [], tmp_path, Shard(), given)
+    assert recorded == [{"files": {"network_files": "a"}}]
+
+
+def test_of_two_processes_that_download_a_base_one_has_it_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, problems = tmp_path / "images", list[ConfigError]()
+    claim(folder, {"files": {"network_files": None}})
+
+    def other() -> None:
+        try:
+            claim(folder, {"files": {"network_files": "b"}})
+        except ConfigError as error:
+            problems.append(error)
+
+    second = threading.Thread(target=other)
+
+    def write(path: Path, text: str) -> None:
+        monkeypatch.undo()
+        second.start()
+        second.join(0.3)
+        write_whole(path, text)
+
+    monkeypatch.setattr(benchmark_images, "write_whole", write)
+    claim(folder, {"files": {"network_files": "a"}})
+    second.join(60)
+    assert [str(one).partition(" (")[0] for one in problems] == [
+        f"--out: {folder} holds images of another files.network_files"
+    ]
+    assert json.loads((tmp_path / "images.json").read_text()) == {"files": {"network_files": "a"}}

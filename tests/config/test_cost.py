@@ -14,7 +14,9 @@ from tools import cost_table
 
 from retouch.config import ConfigError, RunConfig, derive
 from retouch.config.cost import MEASURED, Cost, Forwards, cost, cost_lines, details_of, evaluations, known_peak
+from retouch.doctor.memory import count_released
 from retouch.families import FAMILIES
+from retouch.families.flux2_klein.spec import RELEASED as KLEIN
 from retouch.observe import log
 from retouch.rewards.base import Question, tiled_tokens
 from retouch.rewards.scorers.reading import SECONDS_A_PAGE
@@ -364,4 +366,15 @@ def test_a_download_is_offered_of_a_hub_id_alone(
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**spec.released["transformer"], "num_layers": 1}))
     monkeypatch.chdir(tmp_path)
-    assert not run_with(f"model.path={spec.hub_ids[0]}").model.has_released_sizes
+    run = run_with(f"model.path={spec.hub_ids[0]}")
+    assert not run.model.has_released_sizes
+    (folder / "config.json").write_text(json.dumps(dict(spec.released["transformer"])))
+    assert run.model.has_released_sizes and count_released(run) is None  # its other networks may have other sizes
+    sizes = {"flux2_klein": {"path": KLEIN["base"][1]}, "sd3": {"path": "a/folder", "variant": "large"}}
+    for family, section in sizes.items():  # of the smaller model, with the name of the larger one
+        model = {"family": family, **section}
+        assert not FAMILIES[family].model_validate(model).has_released_sizes
+        inside = tmp_path / section["path"] / "transformer"
+        inside.mkdir(parents=True)
+        (inside / "config.json").write_text(json.dumps(dict(FAMILIES[family].spec.released["transformer"])))
+        assert FAMILIES[family].model_validate(model).has_released_sizes

@@ -222,6 +222,17 @@ def test_options_of_a_scorer_that_nothing_reads_are_warned_of(
     assert any(told.startswith(line) for told in warnings_of(run_with(f"rewards={{{rewards}}}")))
 
 
+def test_a_question_that_may_take_longer_than_its_request_is_warned_of(run_with: Callable[..., RunConfig]) -> None:
+    """A judge has 180 s for a question, a request to its server had 60."""
+
+    def told(*overrides: str) -> list[str]:
+        run = run_with("rewards={asked: {scorer: openai_judge, model: m, url: auto}}", *overrides)
+        return [line.partition(":")[0] for line in warnings_of(run) if "gives a question 180 s" in line]
+
+    assert told() == ["reward_client.timeout_s"]
+    assert told("reward_client.timeout_s=180") == told("rewards.asked.url=null") == []
+
+
 def test_a_reward_of_a_server_needs_none_of_the_options_that_the_server_has() -> None:
     """Every scorer, also from the file that a run wrote."""
     for name, kind in REWARDS.available().items():

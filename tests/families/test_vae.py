@@ -21,6 +21,7 @@ from retouch.families.vae import (
     single_frames,
 )
 from retouch.observe.live_bytes import LiveBytes
+from retouch.rollout.sampler import broken_rows
 from tests.tiny_models import tiny_model
 
 FAMILIES = ("flux_fill", "sd_inpaint", "qwen_image", "qwen_image_edit")
@@ -57,12 +58,24 @@ def test_a_picture_at_a_time_is_the_same_picture(family: str, mode: str) -> None
     assert calls == [1, 1, 1]
 
 
+@pytest.mark.parametrize("family", ["flux_fill", "flux2_klein", "qwen_image", "qwen_image_21"])
+def test_an_image_with_inf_is_broken_and_not_white(family: str) -> None:
+    """Of each class of autoencoders. diffusers clamps those of Qwen-Image itself."""
+    model = load(family)
+    model.vae.decoder.register_forward_hook(
+        lambda *given: given[2].index_put((torch.tensor(1),), torch.tensor(torch.inf))
+    )
+    cells = 32 // model.spec.downsampling
+    decoded = model.decode(torch.zeros(3, model.spec.latent_channels, cells, cells))
+    assert broken_rows(decoded) == [1] and float(decoded[::2].abs().max()) <= 1
+
+
 class Moved(nn.Module):
     """Where something with the methods of an autoencoder was, at each of its uses."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = "cpu"
+        self.place, self.decoder = "cpu", nn.Identity()
         self.seen: list[str] = []
 
     def to(self, device: Any) -> Self:  # type: ignore[override]

@@ -39,9 +39,9 @@ def compared(tmp_path: Path, *runs: Path) -> tuple[Page, list[str], list[str]]:
     return Page(found.path.read_text(encoding="utf-8")), found.verdicts, found.problems
 
 
-def scored(run: Path, values: list[float], text: str = "A") -> None:
-    """Replace the last evaluation of a run by `ocr.ned` values, an example each."""
-    rows = [{"example": i, "index": 0, "text": text, "ocr.ned": value} for i, value in enumerate(values)]
+def scored(run: Path, values: list[float], text: str = "A", first: int = 0) -> None:
+    """Replace the last evaluation of a run by `ocr.ned` values, an example each, with ids from `first` on."""
+    rows = [{"example": i, "index": 0, "text": text, "ocr.ned": value} for i, value in enumerate(values, first)]
     (run / "evaluations/step-000004/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     last = {"kind": "eval", "step": 4, "moment": "end", "examples": "held_out", "images": len(rows)}
     last["ocr.ned"] = sum(values) / len(values)
@@ -146,11 +146,14 @@ def test_the_own_guidance_of_a_distilled_model_is_1() -> None:
     assert sampling_differences(unknown, unknown) == {}
 
 
-def test_data_that_changed_under_one_name_are_noticed(runs: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("other", "told"), [({"text": "B"}, "other texts"), ({"first": 2}, "no example in common")])
+def test_data_that_changed_under_one_name_are_noticed(
+    runs: tuple[Path, Path], tmp_path: Path, other: dict[str, Any], told: str
+) -> None:
     scored(runs[0], [0.5] * 2)
-    scored(runs[1], [0.6] * 2, text="B")
+    scored(runs[1], [0.6] * 2, **other)
     _, verdicts, problems = compared(tmp_path, *runs)
-    assert verdicts == [] and "the data have changed between the runs" in problems[0]
+    assert verdicts == [] and f"but {told}: the data have changed between the runs" in problems[0]
 
 
 def test_a_reward_that_is_defined_differently_is_not_compared(runs: tuple[Path, Path], tmp_path: Path) -> None:

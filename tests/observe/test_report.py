@@ -372,6 +372,11 @@ def test_a_run_that_is_still_going_or_was_killed(run: Path) -> None:
     assert "Killed step 4 of 4: no process holds the run any more" in report(run)
     assert "metrics.jsonl changed 2" in report(run) and "Last record" not in report(run)  # copies have it anew
     assert f"Continue it: retouch train {run}/config.yaml resume=auto" in report(run)
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["processes"] == 1
+    (run / "environment.json").write_text(json.dumps({**environment, "processes": 4}))
+    told = f"Continue it under its launcher, on 4 processes: -m retouch train {run}/config.yaml resume=auto"
+    assert told in report(run)
     lock = RunLock(run)
     lock.take()
     try:

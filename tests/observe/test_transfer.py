@@ -16,7 +16,7 @@ import pytest
 
 from retouch.config import dump_run, parse_run
 from retouch.observe.report import _transfer_section
-from retouch.observe.settings import alike_after
+from retouch.observe.settings import alike, alike_after
 from retouch.observe.statistics import student
 from retouch.observe.transfer import transfers
 from retouch.rewards.scorers.ocr import OcrReward
@@ -175,6 +175,8 @@ def test_evaluations_of_no_common_example_are_compared_anew(tmp_path: Path, capl
     assert "ocr.hacking_index" not in first and last["ocr.hacking_index"] == pytest.approx(0.125)
     [told] = [line for line in caplog.messages if "later ones are not compared with them" in line]
     assert told.startswith(f"{tmp_path}: evaluations up to step 20 have no example in common with later ones")
+    assert [record["step"] for record in alike(tmp_path, run.dir.logged)] == [40, 60]
+    assert alike(tmp_path, run.dir.logged[:2]) == run.dir.logged[:2] and alike(tmp_path, []) == []
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,15 @@ def test_one_failure_is_that_of_the_sample(second: PixelReward, item: RewardItem
     assert isinstance(found, Failure) and message in found.message
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_scorer_receives_no_image_with_nan_or_inf(value: float) -> None:
+    """It may clamp it."""
+    image = pixels_of(item_of())
+    image[0, 0, 0] = value
+    found = combined_gradient([reward(lambda image: image.clamp(0, 1).nan_to_num().mean())], image, item_of())
+    assert found == Failure("bad_item", "the sample contains NaN or Inf")
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), ConfigError("rewards.fake: no key")])
 def test_what_no_other_item_would_survive_is_no_failure_of_one(error: Exception) -> None:
     def exhausted(image: Tensor) -> Tensor:

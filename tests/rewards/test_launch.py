@@ -506,7 +506,7 @@ def _stopped_server(process: Any) -> LocalServer:
 
 
 def test_a_server_of_a_run_that_is_killed_is_started_again_on_its_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run went on without rewards, and stopped; also if memory was short for the load that followed."""
     told = tmp_path / "fails"
@@ -526,8 +526,11 @@ def test_a_server_of_a_run_that_is_killed_is_started_again_on_its_port(
             lambda: ready(url), START_S
         )  # a request to the port waits meanwhile, or fails as one that may be repeated
         assert httpx.get(f"{url}/info", timeout=30, trust_env=False).json()["pid"] != front
-        one._command = [sys.executable, "-c", "raise SystemExit(2)"]  # an error that a further start does not change
+        one._command = [sys.executable, "-c", "raise SystemExit(2)"]  # a GPU or a file that is away
         os.kill(one.pid, signal.SIGKILL)
+        until(lambda: "the reward server ended (exit code 2); it is restarted" in caplog.text, 30)
+        assert one._watch.is_alive()
+        one._endpoints.with_name("ready").unlink()  # as of options that never worked
         until(lambda: not answers(url), 30)
     finally:
         one.close()

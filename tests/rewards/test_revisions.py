@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from retouch.rewards import REWARDS
 from retouch.rewards.base import UNSCORED, PackageScorer, RewardEntry
 from retouch.rewards.client.cache import cache_key
 from retouch.rewards.protocol import RewardItem
+from retouch.rewards.scorers.fn import FnReward
 from retouch.rewards.scorers.weights import version_of
 from retouch.types import Score
 from tests.rewards.openai_server import OpenAIServer
@@ -170,11 +173,13 @@ def test_other_weights_at_a_path_are_another_revision(name: str, tmp_path: Path)
 def test_the_version_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a link leads, without the hidden files of tools; of a hub id the commit that was loaded."""
     for name in ("old", "new"):
-        (tmp_path / name / ".cache").mkdir(parents=True)
-        (tmp_path / name / "model.safetensors").write_text(name)
+        (tmp_path / name / "part" / ".cache").mkdir(parents=True)
+        (tmp_path / name / ".cache").mkdir()
+        (tmp_path / name / "part" / "model.safetensors").write_text(name)
     latest, found = tmp_path / "latest", list[str]()
     for name in ("old", "new", "old"):
-        (tmp_path / name / ".cache/time").write_text(str(found))
+        for place in (".cache", "part/.cache"):
+            (tmp_path / name / place / "time").write_text(str(found))
         latest.unlink(missing_ok=True)
         latest.symlink_to(tmp_path / name)
         found.append(version_of(str(latest)))
@@ -234,3 +239,47 @@ def test_the_example_on_the_page_is_covered() -> None:
     from examples.plugin.retouch_example.warmth import WarmthReward
 
     assert WarmthReward().make().spec.revision != WarmthReward(region="mask").make().spec.revision
+
+
+def _revision_of_function(folder: Path, fn: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As a new process in this folder has it."""
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(str(folder))
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("faults_reward", "faults_helper")]:
+            patch.delitem(sys.modules, name)
+        scorer = FnReward(fn=fn).make()
+        scorer.load("cpu")
+        return scorer.spec.revision
+
+
+def test_modules_that_a_function_imports_from_its_folder_are_in_its_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its package, too, and where a function imports them; neither those beside it nor those of libraries."""
+    package, helpers = tmp_path / "faults_reward", tmp_path / "faults_helper"
+    for folder in (package, helpers):
+        folder.mkdir()
+    imports = "import numpy\nfrom . import part\n\n\ndef score(items):\n    import faults_helper.deep\n    return []\n"
+    written = {
+        package / "__init__.py": "",
+        package / "scores.py": imports,
+        package / "part.py": "from .other import X\n",
+        package / "other.py": "X = 1\n",
+        package / "unread.py": "",
+        helpers / "__init__.py": "",
+        helpers / "deep.py": "from faults_reward.scores import score\n",
+        tmp_path / "faults_alone.py": "def score(items):\n    return []\n",
+    }
+    for file, text in written.items():
+        file.write_text(text, encoding="utf-8")
+    before = _revision_of_function(tmp_path, "faults_reward.scores:score", monkeypatch)
+    assert _revision_of_function(tmp_path, "faults_reward.scores:score", monkeypatch) == before
+    for file, text in written.items():
+        file.write_text(f"{text}# another\n", encoding="utf-8")
+        differs = _revision_of_function(tmp_path, "faults_reward.scores:score", monkeypatch) != before
+        assert differs == (file.name not in ("unread.py", "faults_alone.py")), file
+        file.write_text(text, encoding="utf-8")
+    alone = hashlib.blake2b(written[tmp_path / "faults_alone.py"].encode(), digest_size=6).hexdigest()
+    found = _revision_of_function(tmp_path, "faults_alone:score", monkeypatch)
+    assert found == f"fn faults_alone:score {alone} options {FnReward(fn='faults_alone:score').options_digest()}"

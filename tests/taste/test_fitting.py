@@ -11,7 +11,8 @@ import pytest
 from retouch.errors import ConfigError
 from retouch.taste.choosing import Chooser
 from retouch.taste.fitting import Features, consistency, fit_head, folds_of, measure, wilson
-from retouch.taste.votes import Vote, VoteFile
+from retouch.taste.reward import half_of
+from retouch.taste.votes import Vote, VoteFile, groups_of
 from tests.taste.voters import features_of, first_feature, images_of, vote
 
 
@@ -84,6 +85,28 @@ def test_votes_of_an_example_are_in_one_fold_and_few_examples_are_refused(tmp_pa
     assert [fold_of[v.left.example] for v in votes] == folds.tolist() and len({*folds.tolist()}) == 5
     with pytest.raises(ConfigError, match=r"9 examples.*40 for --half"):
         folds_of([v for v in votes if v.left.example in sorted(fold_of)[:9]])
+
+
+def test_masks_of_one_photograph_are_in_one_fold_and_one_half(tmp_path: Path) -> None:
+    """By the content of the original, or of the source: a fit had seen the photographs that it is measured on."""
+    images = images_of(48, 2)
+    plain = [Vote(i, "ann", "left", *pair) for i, pair in enumerate(zip(images[::2], images[1::2], strict=True))]
+    votes = list[Vote]()
+    for one in plain:
+        photograph, image = f"photograph {one.number // 2}", one.left
+        if one.number < 24:
+            image = replace(image, original=photograph)
+        else:
+            source = tmp_path / f"{one.number}.png"
+            source.write_text(photograph)
+            image = replace(image, source=source)
+        votes.append(replace(one, left=image))
+    assert folds_of(votes)[::2].tolist() == folds_of(votes)[1::2].tolist()
+    halves = [half_of(group) for group in groups_of(votes)]
+    assert halves[::2] == halves[1::2] and len({*halves}) == 2
+    assert folds_of(plain)[::2].tolist() != folds_of(plain)[1::2].tolist()
+    with pytest.raises(ConfigError, match="images of 9 examples or photographs"):
+        folds_of(votes[:18])
 
 
 def test_single_images_are_ranked(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_no_command_is_printed_for_votes_that_cannot_be_trained_on(samples: Path
         _, state = sent(server, "state?voter=ann")
         sent(server, "answer", {"voter": "ann", "question": state["question"], "answer": "left"})
         told = what_next(server.labelling)
-    assert len(told) == 2 and told[0] == "a reward needs votes on 10 examples, and these are on 1"
+    assert len(told) == 2 and told[0] == "a reward needs votes on 10 examples or photographs, and these are on 1"
     server.labelling.of_run = True
     assert what_next(server.labelling)[1:] == [
         "DPO and KTO train on images of `retouch sample --for-votes`; those of evaluations are held out"
@@ -206,8 +206,11 @@ def test_a_list_of_samples_in_a_run_directory_is_no_evaluation(tmp_path: Path) -
 
 def test_the_commands_at_the_end_are_those_for_the_votes(tmp_path: Path) -> None:
     votes = tmp_path / "my votes.jsonl"
-    images = [drawn_image(tmp_path, e, k, 9.0 * k) for e in range(10) for k in range(2)]
-    samples = listed(tmp_path, images, "a sign", source="0-0.png")
+    images = [drawn_image(tmp_path, e, k, e + 9.0 * k) for e in range(10) for k in range(2)]
+    samples = listed(tmp_path, images, "a sign")
+    entries = zip(samples.read_text().splitlines(), images, strict=True)
+    own = [{**json.loads(line), "source": f"{image.example}-0.png"} for line, image in entries]  # a photograph each
+    samples.write_text("".join(json.dumps(entry) + "\n" for entry in own))
 
     def voted(server: LabelServer, answer: str) -> list[str]:
         _, state = sent(server, "state?voter=ann")

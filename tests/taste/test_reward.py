@@ -179,6 +179,22 @@ def test_votes_are_divided_by_example(votes: Path, tmp_path: Path) -> None:
     assert not {v.left.example for v in train} & {v.left.example for v in held_out} and len(held_out) > 9
 
 
+def test_votes_that_come_later_move_no_photograph_to_the_other_side(tmp_path: Path) -> None:
+    """On further masks of it, and where the first vote was taken back."""
+    held_out: list[set[int]] = []
+    for name, masks in (("one", 1), ("two", 2)):
+        (tmp_path / name).mkdir()
+        file = VoteFile(tmp_path / name / "votes.jsonl")
+        for number in range(20 * masks):
+            source, image = file.path.with_name(f"{number % 20}-source.png"), file.path.with_name(f"{number}.png")
+            source.write_text(f"photograph {number % 20}")
+            image.write_text(f"sample {number}")
+            file.add(Vote(0, "ann", "good", VotedImage(image, "", str(number), "a sign", source=source)))
+        held_out.append({vote.number for vote in read_votes([*split(file.path, 0.5)][1])})
+    assert held_out[0] == {number for number in held_out[1] if number <= 20}
+    assert held_out[1] == held_out[0] | {number + 20 for number in held_out[0]}
+
+
 def test_votes_on_two_copies_of_one_source_are_on_one_side(tmp_path: Path) -> None:
     """A copy at another size has other bytes; training found the original of both, and advised to divide the data."""
     file = VoteFile(tmp_path / "votes.jsonl")

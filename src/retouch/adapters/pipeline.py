@@ -71,7 +71,7 @@ def _full_network(model: ModelSection, weights: Path) -> Any:
     are in memory beside it: of 12 B weights these are 24 and 48 GB.
 
     Raises:
-        ValueError: weights that are missing, damaged, or do not fit.
+        ValueError: weights that are missing, damaged, or do not fit, or that the dtype cannot hold.
     """
     try:
         network = component_on_meta(weights, model.spec.networks[model.spec.network_name])
@@ -83,6 +83,10 @@ def _full_network(model: ModelSection, weights: Path) -> Any:
     for name, tensor in _tensors(weights):
         if name in known and known[name].shape == tensor.shape:
             state[name] = tensor.to(_dtype_in(network, name, dtype) if tensor.is_floating_point() else tensor.dtype)
+            if not bool(state[name].isfinite().all()):
+                raise ValueError(
+                    f"{weights}: {name} overflows in model.dtype {model.dtype}; use --to safetensors, which keeps fp32"
+                )
         else:
             wrong.add(name)
     parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}

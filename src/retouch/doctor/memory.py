@@ -110,7 +110,7 @@ def count_released(run: RunConfig) -> Counted | None:
         ConfigError: as of `count_weights`.
     """
     model, train, spec = run.model, run.model.train, run.model.spec
-    if model.path not in spec.hub_ids or not model.has_released_sizes or model.transformer is not None:
+    if not model.is_released:
         return None
     styled, decodes = isinstance(train, TrainIpAdapter), run.algorithm.decoder_backwards(run) > 0
     if run.algorithm.trains_text_encoder or (decodes and model.vae_batch == "tiles"):

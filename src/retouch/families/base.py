@@ -253,14 +253,14 @@ class ModelSection(Section):
     @property
     def has_released_sizes(self) -> bool:
         """Whether the network has the sizes of `spec.released`, by its config in the folder or in the hub's cache. A
-        hub id without one is taken for a model of these sizes; `assumed_sizes` names it."""
+        hub id without one is taken for a model of these sizes (`_is_taken_for_released`); `assumed_sizes` names it."""
         if self.path == "tiny":
             return False
-        if self._is_released:
+        if self.is_released:
             return True
         file = self._network_config
         if file is None:
-            return True
+            return self._is_taken_for_released
         try:
             config = json_object(file)
         except Damaged:
@@ -271,15 +271,21 @@ class ModelSection(Section):
     @property
     def assumed_sizes(self) -> str | None:
         """Why counts by `spec.released` may be those of another model; None where its sizes are known."""
-        if self._is_released or not self.has_released_sizes or self._network_config is not None:
+        if self.is_released or not self.has_released_sizes or self._network_config is not None:
             return None
         path, released = (self.transformer or self).path, next(iter(self.spec.hub_ids), self.family)
         told = f"whether {path} has the sizes of {released}, by which it is counted: its config is not on this machine"
         return f"{told}; `retouch check --memory` downloads it" if is_hub_id(path) else told
 
     @property
-    def _is_released(self) -> bool:
+    def is_released(self) -> bool:
+        """Whether it is a released model of the hub, with its own network; a folder comes before one of its name."""
         return self.transformer is None and self.path in self.spec.hub_ids and is_hub_id(self.path)
+
+    @property
+    def _is_taken_for_released(self) -> bool:
+        """Whether a hub id whose config is not on this machine is taken for a model of the released sizes."""
+        return True
 
     @property
     def _network_config(self) -> Path | None:

@@ -105,8 +105,12 @@ class Autoencoder:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """[B, C, h, w] -> [B, 3, H, W] fp32 in [-1, 1]."""
-        with fitting(f"while decoding {len(latents)} images", _LESS), self.placement.on_device():
+        """[B, C, h, w] -> [B, 3, H, W] fp32 in [-1, 1], or NaN where the network returns NaN or Inf."""
+        with (
+            fitting(f"while decoding {len(latents)} images", _LESS),
+            self.placement.on_device(),
+            _keeping_inf(self.vae),
+        ):
             return self._decode(latents.float()).float().clamp(-1, 1)
 
     def latent_gradient(
@@ -191,6 +195,21 @@ class QwenAutoencoder(Autoencoder):
         """-> [B, C, 1, h, w] as the network takes them."""
         latents = latents * self._std.to(latents.device) + self._mean.to(latents.device)
         return latents.to(self.device, self.vae.dtype)[:, :, None]
+
+
+@contextmanager
+def _keeping_inf(vae: Any) -> Iterator[None]:
+    """Inside, the decoder returns NaN in place of Inf, of which a clamp, also that of diffusers, would make white or
+    black."""
+
+    def without_inf(_: nn.Module, __: object, decoded: Tensor) -> Tensor:
+        return decoded.masked_fill(decoded.isinf(), torch.nan)
+
+    handle = vae.decoder.register_forward_hook(without_inf)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def decoder_blocks(decoder: Any) -> list[nn.Module]:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from retouch.errors import CheckpointError
 from retouch.files import plain_json
-from retouch.files.disk import read_bounded
+from retouch.files.disk import read_bounded, real_place
 
 COMPLETE = "complete.json"
 
@@ -90,7 +90,7 @@ def verify_files(folder: Path, part: str = "") -> None:
 def verify_weights(weights: Path) -> None:
     """Compare a folder of weights with the `complete.json` of the checkpoint that it is in; without one, there is
     nothing to compare. Raises as `verify_files`."""
-    weights = weights.absolute()
+    weights = real_place(weights)
     if (weights.parent / COMPLETE).is_file():
         verify_files(weights.parent, weights.name)
 

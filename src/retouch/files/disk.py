@@ -7,8 +7,10 @@ import os
 import re
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock
 
 from retouch.errors import ConfigError
 
@@ -53,6 +55,12 @@ def state_folder() -> Path | None:
         return (Path(root) if Path(root).is_absolute() else Path.home() / ".local/state") / "retouch"
     except RuntimeError:
         return None
+
+
+def real_place(path: Path) -> Path:
+    """A path whose name and parents are those on the disk, without `.`, `..` and links to folders. A link to a file
+    keeps its name, which has the ending, as in the cache of the hub."""
+    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
 def file_in(path: str | Path, name: str) -> Path:
@@ -148,6 +156,16 @@ def is_own(folder: Path, path: Path, most: int) -> bool:
         return not path.exists() or (path.is_file() and path.stat().st_size <= most)
     except (OSError, RuntimeError):  # a circle of links, or where this user may not look
         return False
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Within it, other processes wait that get here for the same file, which need not exist; on file systems without
+    locks they do not."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            stack.enter_context(FileLock(path.with_name(f".{path.name}.lock"), fallback_to_soft=False))
+        yield
 
 
 @contextmanager

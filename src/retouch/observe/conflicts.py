@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from retouch.observe.report import Record, rows_of
+from retouch.observe.report import Record
+from retouch.observe.run_dir import rows_of
 from retouch.observe.settings import alike, by_dotted_key, differing, sampling_differences, scoring_differences
 from retouch.process.plain_text import count_of
 from retouch.rewards.judge import with_judge
@@ -74,8 +75,8 @@ def example_conflicts(runs: Sequence[RunRecord]) -> dict[str, str]:
         shown = ", ".join(
             f"{k} {value_at(first.evaluation_data, k)} and {value_at(run.evaluation_data, k)}" for k in keys
         )
-        if not keys and _texts_differ(first, run):
-            shown = "the same data section, but other texts: the data have changed between the runs"
+        if not keys and (other := _other_examples(first, run)):
+            shown = f"the same data section, but {other}: the data have changed between the runs"
         if shown:
             found[run.name] = (
                 f"evaluation.data: {first.name} and {run.name} evaluate on different examples ({shown}): their "
@@ -125,12 +126,14 @@ def last_evaluation(run: RunRecord) -> Column:
     return Column(title, last, rows_of(run.path, last))
 
 
-def _texts_differ(one: RunRecord, other: RunRecord) -> bool:
-    """Whether examples of one id have different texts in the last evaluations."""
+def _other_examples(one: RunRecord, other: RunRecord) -> str:
+    """By what the last evaluations have other examples: other ids, or other texts of the same ids; "" if by neither."""
     if not (one.evaluations and other.evaluations):
-        return False
-    texts = {row["example"]: row.get("text") for row in last_evaluation(one).rows}
-    return any(texts.get(row["example"], row.get("text")) != row.get("text") for row in last_evaluation(other).rows)
+        return ""
+    texts, others = ({row["example"]: row.get("text") for row in last_evaluation(run).rows} for run in (one, other))
+    if texts and others and texts.keys().isdisjoint(others):
+        return "no example in common"
+    return "other texts" if any(texts.get(example, text) != text for example, text in others.items()) else ""
 
 
 def scored_differently(one: RunRecord, other: RunRecord) -> dict[str, list[str]]:

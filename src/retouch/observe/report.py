@@ -24,7 +24,7 @@ from retouch.observe.gallery import gallery, image_inside, linked_away, shown_fi
 from retouch.observe.kept import steps_kept
 from retouch.observe.measures import DRIFT, SECTIONS, judged
 from retouch.observe.page import Block, Markup, Page, PageTable, document, part, table
-from retouch.observe.run_dir import MOST_TEXT, read_config, read_metrics, read_own_rows, reading_records, require_own
+from retouch.observe.run_dir import MOST_TEXT, read_config, read_metrics, reading_records, require_own, rows_of
 from retouch.observe.settings import alike
 from retouch.observe.statistics import MIN_EXAMPLES, paired_difference
 from retouch.observe.status import status_of
@@ -168,14 +168,14 @@ def _verdict(points: dict[str, Record], rows: dict[str, list[Record]], rewards: 
 
 
 def _left_out(run: Path, evaluations: Sequence[Record], compared: Sequence[Record]) -> Markup:
-    """One sentence on evaluations that were made with other settings than today's, and one on linked ones."""
+    """One sentence on evaluations of other settings than today's or of other examples, and one on linked ones."""
     lines = Markup()
     if len(compared) < len(evaluations):
         step = max(record["step"] for record in evaluations if record not in compared)
         lines += part(
             "line",
-            f"Evaluations up to step {step} were sampled or scored with other settings than the run file has now: "
-            "verdict, table and transfer leave them out.",
+            f"Evaluations up to step {step} were sampled or scored with other settings than the run file has now, or "
+            "have no example in common with the last one: verdict, table and transfer leave them out.",
         )
     if problem := linked_away(run):
         lines += part("line", f"No images and no intervals of the evaluations: {problem}.")
@@ -273,11 +273,6 @@ def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change
     ]
     head = ["", *columns, *(f"{title} [95 %]" for title in changes)]
     return part("section", "Evaluation", f"Fixed seeds, plain ODE; {note}", table(PageTable("evaluation", head, lines)))
-
-
-def rows_of(run: Path, evaluation: Mapping[str, Any]) -> list[Record]:
-    """The measures of each image of an evaluation."""
-    return read_own_rows(run, run / "evaluations" / f"step-{evaluation['step']:06d}" / "rows.jsonl")
 
 
 def change_of(before: Sequence[Record], after: Sequence[Record], measure: str) -> tuple[float, float, float] | None:

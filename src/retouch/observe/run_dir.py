@@ -284,6 +284,11 @@ def read_own_rows(run: Path, place: Path) -> list[dict[str, Any]]:
     return []
 
 
+def rows_of(run: Path, evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The measures of each image of an evaluation, by its record."""
+    return read_own_rows(run, run / "evaluations" / f"step-{evaluation['step']:06d}" / "rows.jsonl")
+
+
 def require_own(run: Path) -> None:
     """Refuse to show what is no file of a run directory itself, which may come from anybody.
 

@@ -18,13 +18,14 @@ from retouch.config.load import with_new_names
 from retouch.config.parts import completed, model_of
 from retouch.errors import ConfigError, log_once
 from retouch.files.disk import is_own
-from retouch.observe.run_dir import MOST_TEXT, read_config
+from retouch.observe.run_dir import MOST_TEXT, read_config, rows_of
 from retouch.rewards.base import UNSCORED
 from retouch.rewards.judge import with_judge
 
 logger = logging.getLogger(__name__)
 
 Record = Mapping[str, Any]
+Row = dict[str, Any]
 
 _SAME_IMAGES = (
     "offload_text_encoders", "offload_vae", "free_text_encoders", "embeddings", "init", "initial_adapter",
@@ -61,6 +62,7 @@ def _sampling(config: Record) -> dict[str, Any]:
         "rollout.guidance_scale": guidance,
         "resolution": [size, size] if isinstance(size, int) else size,
         "fit": data.get("fit"),
+        "invert_mask": data.get("invert_mask"),
     }
 
 
@@ -113,9 +115,30 @@ def alike_after(run: Path) -> int:
 
 
 def alike(run: Path, evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of evaluations after `alike_after`: those that can be compared with each other."""
+    """The records of evaluations after `alike_after` that have an example of the last one: those that can be compared
+    with each other."""
     after = alike_after(run)
-    return [record for record in evaluations if record["step"] > after]
+    records = [record for record in evaluations if record["step"] > after]
+    kept = {record["step"]: rows for record in records if (rows := rows_of(run, record))}
+    compared = of_same_examples(run, kept, kept.get(records[-1]["step"], ()) if records else ())
+    return [record for record in records if record["step"] in compared or record["step"] not in kept]
+
+
+def of_same_examples(run: Path, earlier: Mapping[int, list[Row]], rows: Sequence[Row]) -> dict[int, list[Row]]:
+    """Those of the earlier evaluations, rows by step, that have an example of `rows`; all if there are no `rows`.
+    Examples of votes had other ids in earlier versions."""
+    examples = {row.get("example") for row in rows}
+    found = {at: kept for at, kept in earlier.items() if not examples.isdisjoint(row.get("example") for row in kept)}
+    if not rows or not (others := earlier.keys() - found.keys()):
+        return {**earlier}
+    log_once(
+        logger,
+        "%s: evaluations up to step %d have no example in common with later ones (examples of votes had "
+        "other ids in earlier versions); later ones are not compared with them",
+        run,
+        max(others),
+    )
+    return found
 
 
 def _settings(run_file: Any) -> Record:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retouch.files import plain_json
+from retouch.files.disk import is_own, read_bounded
 from retouch.observe.bar import Pace, shown_left
+from retouch.observe.run_dir import MOST_TEXT
 from retouch.process.plain_text import continue_command
 
 Record = Mapping[str, Any]
@@ -139,4 +142,19 @@ def _commands(run: Path, state: str) -> list[tuple[str, str]]:
         return [("Follow it:", f"retouch watch {shlex.quote(str(run))}")]
     if state in ("finished", "elsewhere"):  # two processes must not write to one run
         return []
+    processes = _processes(run)
+    if processes > 1:  # the command of a launcher is not known
+        return [(f"Continue it under its launcher, on {processes} processes:", f"-m {continue_command(run)}")]
     return [("Continue it:", continue_command(run))]
+
+
+def _processes(run: Path) -> int:
+    """Number of processes that a run was started on last, by its environment.json; 1 where that does not have it."""
+    environment = run / "environment.json"
+    try:
+        found: Any = (
+            plain_json.loads(read_bounded(environment, MOST_TEXT)) if is_own(run, environment, MOST_TEXT) else {}
+        )
+        return found["processes"] if type(found["processes"]) is int else 1
+    except (OSError, ValueError, TypeError, KeyError):
+        return 1

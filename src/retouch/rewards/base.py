@@ -166,7 +166,7 @@ class RewardEntry(Section):
     @classmethod
     def is_free_in_epoch(cls, name: str, then: object, now: object) -> bool:
         """An epoch has recorded advantages, whatever scored them, and gradients of the pixels. A retired option is not
-        free: who resumes has not chosen the change."""
+        free where training depends on the reward (`trained_on`): who resumes has not chosen the change."""
         return name != "gradient_weight" and name not in cls.retired()
 
     @abstractmethod
@@ -441,6 +441,14 @@ class RewardEntry(Section):
 
 
 Reward = Annotated[RewardEntry, Chosen(REWARDS, "scorer")]
+
+
+def trained_on(entries: Mapping[str, RewardEntry]) -> set[str]:
+    """The rewards that training depends on: those with a weight or a gradient, and what gates one with a weight."""
+    weighed = {name for name, entry in entries.items() if entry.role == "train" and entry.weight}
+    by_gradient = {name for name, entry in entries.items() if entry.gradient_weight}
+    return weighed | by_gradient | {gate for name in weighed if (gate := entries[name].gated_by) is not None}
+
 
 Options = TypeVar("Options", bound=RewardEntry)
 

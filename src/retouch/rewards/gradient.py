@@ -12,7 +12,7 @@ from torch import Tensor
 from retouch.errors import ConfigError
 from retouch.imaging.masks import MASK_THRESHOLD
 from retouch.rewards.protocol import RewardItem, Scorer, malformed, missing_needs, raised
-from retouch.rewards.table import RewardTable
+from retouch.rewards.table import NOT_FINITE, RewardTable
 from retouch.rewards.views import View, can_be_pasted, crop_box, viewed
 from retouch.types import Failure
 
@@ -102,7 +102,10 @@ def pixel_rewards(table: RewardTable, weights: Mapping[str, float]) -> list[Pixe
 
 
 def combined_gradient(rewards: Sequence[PixelReward], image: Tensor, item: RewardItem) -> Tensor | Failure:
-    """d (weighted sum of rewards) / d pixels of an image [3, H, W] in [0, 1], or the failure of one of them."""
+    """d (weighted sum of rewards) / d pixels of an image [3, H, W] in [0, 1], or the failure of one of them, or of an
+    image with NaN or Inf, which a scorer may clamp."""
+    if not bool(image.isfinite().all()):
+        return NOT_FINITE
     total = torch.zeros_like(image, dtype=torch.float32)
     for reward in rewards:
         found = reward.gradient(image, item)

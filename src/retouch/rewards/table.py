@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from retouch.errors import ConfigError, InputError, RewardOutage, shown
 from retouch.process.process_wide import loading
 from retouch.rewards.addresses import reward_token
-from retouch.rewards.base import RewardEntry, problem_of
+from retouch.rewards.base import RewardEntry, problem_of, trained_on
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.client.endpoints import resolve_urls
 from retouch.rewards.devices import Devices, devices_of
@@ -191,8 +191,7 @@ class RewardTable:
             for name, entry in entries.items()
             if entry.gated_by is not None
         }
-        opening = {gate.reward for name, gate in self.gates.items() if self.weights[name]}
-        self._counts = {n for n, e in entries.items() if self.weights[n] or e.gradient_weight or n in opening}
+        self._counts = trained_on(entries)
         self._places = {name: self._place(name, entry) for name, entry in entries.items()}
         served: dict[Devices, dict[str, Mapping[str, Any]]] = {}
         for name, place in self._places.items():

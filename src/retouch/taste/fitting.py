@@ -1,7 +1,8 @@
 """The fit of a taste: a linear score on frozen features from votes, with what it is worth on images it has not seen.
 
-Every number about quality is measured on held-out examples: all votes on the images of an example are in the same fold,
-and the settings of a fold's fit are chosen on the other folds alone. Legend: V votes, I images, D numbers of an image.
+Every number about quality is measured on held-out examples: all votes on the images of an example, or of one
+photograph, are in the same fold, and the settings of a fold's fit are chosen on the other folds alone. Legend: V votes,
+I images, D numbers of an image.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from retouch.errors import ConfigError
 from retouch.observe.statistics import bootstrap_intervals
 from retouch.taste.head import Votable
 from retouch.taste.likelihood import PAIR_ANSWERS, Choices, Fit, Floats, choices, fit
-from retouch.taste.votes import MIRRORED, Vote
+from retouch.taste.votes import MIRRORED, Vote, groups_of
 
 PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Tried for features of the variance 1 in all."""
@@ -207,20 +208,21 @@ def votable(statistics: Floats) -> Votable:
 
 
 def folds_of(votes: Sequence[Vote]) -> NDArray[np.intp]:
-    """[V] fold of each vote: that of its example, sampled with a fixed seed.
+    """[V] fold of each vote: that of its group (`groups_of`), sampled with a fixed seed.
 
     Raises:
-        ConfigError: fewer examples than a fit needs.
+        ConfigError: fewer groups than a fit needs.
     """
-    examples = sorted({vote.left.example for vote in votes})
+    groups = groups_of(votes)
+    examples = sorted({*groups})
     if len(examples) < MIN_EXAMPLES:
         raise ConfigError(
-            f"votes on the images of {len(examples)} examples; a fit needs {MIN_EXAMPLES} or more, because it is "
-            "measured on examples that it has not seen; vote on images of more examples (40 for --half)"
+            f"votes on the images of {len(examples)} examples or photographs; a fit needs {MIN_EXAMPLES} or more, "
+            "because it is measured on examples that it has not seen; vote on images of more examples (40 for --half)"
         )
     random.Random(0).shuffle(examples)
     fold = {example: place % _FOLDS for place, example in enumerate(examples)}
-    return np.array([fold[vote.left.example] for vote in votes], dtype=np.intp)
+    return np.array([fold[group] for group in groups], dtype=np.intp)
 
 
 def _variants(features: Features, votes: Sequence[Vote]) -> Mapping[float, Features]:
@@ -260,7 +262,7 @@ def measure(features: Features, votes: Sequence[Vote]) -> Quality:
     }
     found = next(iter(by_share.values()))
     held = _held_out(by_share, folds, settings, 1.0)
-    examples = [vote.left.example for vote in votes]
+    examples = groups_of(votes)
     scores = np.where(found.offered[:, 1], held[:, 0] - held[:, 1], held[:, 0] - held[:, 3])
     pairs, alone = found.offered[:, 1], ~found.offered[:, 1]
     decided = pairs & (found.answers < 2)

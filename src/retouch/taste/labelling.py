@@ -33,7 +33,7 @@ from retouch.taste.choosing import Ballot, Chooser, Informative
 from retouch.taste.fitting import MIN_EXAMPLES
 from retouch.taste.images import images_to_vote_on, is_run
 from retouch.taste.likelihood import PAIR_ANSWERS, SINGLE_ANSWERS, Answer
-from retouch.taste.votes import Vote, VotedImage, VoteFile
+from retouch.taste.votes import Vote, VotedImage, VoteFile, groups_of
 
 _FILES = Path(__file__).parent / "page"
 _KINDS = {"label.html": "text/html", "label.js": "text/javascript", "label.css": "text/css"}
@@ -176,8 +176,8 @@ def what_next(labelling: Labelling) -> list[str]:
     if not votes:
         return []
     told = [f"retouch reward fit {path} --config RUN.yaml"]
-    if (examples := len({vote.left.example for vote in votes})) < MIN_EXAMPLES:
-        told = [f"a reward needs votes on {MIN_EXAMPLES} examples, and these are on {examples}"]
+    if (examples := len({*groups_of(votes)})) < MIN_EXAMPLES:
+        told = [f"a reward needs votes on {MIN_EXAMPLES} examples or photographs, and these are on {examples}"]
     if labelling.of_run:
         return [*told, "DPO and KTO train on images of `retouch sample --for-votes`; those of evaluations are held out"]
     images = [image for vote in votes for image in vote.images]

@@ -23,7 +23,7 @@ from retouch.rewards.scorers.weights import file_digest
 from retouch.taste.extractor import STATISTICS, Extractor
 from retouch.taste.fitting import Features, Quality, fit_head, folds_of, measure, votable
 from retouch.taste.head import TasteFile, write_taste
-from retouch.taste.votes import REPLACED, VotedImage, read_votes, replaced
+from retouch.taste.votes import REPLACED, VotedImage, groups_of, read_votes, replaced
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def fit_reward(
         run: the fit reads the images as this run does, at its `data.resolution` and with its `data.fit`; None: as they
             are.
         voter: whose votes; None: everybody's.
-        half: of the examples, for a second head on other votes than the first; None: all.
+        half: of the examples or photographs, for a second head on other votes than the first; None: all.
 
     Raises:
         ConfigError: too few votes, or a fit that is not above chance on held-out examples.
@@ -55,7 +55,7 @@ def fit_reward(
     """
     chosen = [vote for vote in read_votes(votes) if voter in (None, vote.voter)]
     if half is not None:
-        chosen = [vote for vote in chosen if half_of(vote.left.example) == half]
+        chosen = [vote for vote, group in zip(chosen, groups_of(chosen), strict=True) if half_of(group) == half]
     folds_of(chosen)  # before the images are encoded
     encoder = Extractor(extractor, device)
     shown = None
@@ -75,10 +75,10 @@ def fit_reward(
     return taste, quality
 
 
-def half_of(example: str) -> Half:
-    """The half of the examples that an example is in, whichever others were voted on: votes that come later change
-    neither half."""
-    return "second" if derive_seed("half", example) % 2 else "first"
+def half_of(group: str) -> Half:
+    """The half of the votes that a group (`groups_of`) is in, whichever others were voted on: votes that come later
+    change neither half."""
+    return "second" if derive_seed("half", group) % 2 else "first"
 
 
 def features_of(

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from retouch.data.base import DataError
+from retouch.data.identity import digest
 from retouch.data.lists import entries_of
 from retouch.files.disk import append_to, is_file
 from retouch.taste.likelihood import PAIR_ANSWERS, SINGLE_ANSWERS, Answer
@@ -64,6 +65,21 @@ class VotedImage:
     def key(self) -> str:
         """Equal images of one example are one."""
         return f"{self.example} {self.sha256}"
+
+
+def groups_of(votes: Sequence[Vote]) -> list[str]:
+    """The group of each vote, which no division of votes may cut: the content of the photograph that its images edit,
+    because several masks of one are several examples; the example of images without a photograph."""
+    digests: dict[Path, str] = {}
+
+    def group(image: VotedImage) -> str:
+        if image.original or image.source is None or not is_file(image.source):
+            return image.original or image.example
+        if image.source not in digests:
+            digests[image.source] = digest(image.source)
+        return digests[image.source]
+
+    return [group(vote.left) for vote in votes]
 
 
 def image_digest(image: Path) -> str:

@@ -17,7 +17,7 @@ from retouch.observe.kept import images_of, kept_images, kept_rows, steps_kept
 from retouch.observe.log import means_text
 from retouch.observe.plateau import lacking_after, trend
 from retouch.observe.run_dir import read_metrics
-from retouch.observe.settings import alike_after
+from retouch.observe.settings import alike_after, of_same_examples
 from retouch.observe.transfer import transfers
 from retouch.rewards.table import RewardTable
 from retouch.training.evaluation import (
@@ -133,7 +133,7 @@ def record_evaluation(
     folder, rewards = run.dir.path / "evaluations", run.rewards
     gold = [name for name in rewards.evaluated if name not in rewards.trained]
     earlier = {} if compared_from is None else _earlier(run.dir.path, compared_from, step)
-    earlier = _of_same_examples(run.dir.path, earlier, result.rows)
+    earlier = of_same_examples(run.dir.path, earlier, result.rows)
     first = min(earlier, default=step)
     confirmed = transfers(earlier.get(first, ()), result.rows, list(optimized(rewards)), gold)
     record = {**means, **{name: value for one in confirmed for name, value in one.measures().items()}}
@@ -156,22 +156,6 @@ def _earlier(run: Path, first: int, step: int) -> dict[int, list[Row]]:
     images_at = images_of(read_metrics(run / "metrics.jsonl"))
     past = {at: path for at, path in steps_kept(run / "evaluations").items() if first <= at < step and at in images_at}
     return {at: rows for at, path in past.items() if (rows := kept_rows(path, images_at[at])) is not None}
-
-
-def _of_same_examples(run: Path, earlier: Mapping[int, list[Row]], rows: Sequence[Row]) -> dict[int, list[Row]]:
-    """Those of the earlier evaluations that have an example of `rows`. Examples of votes had other ids in earlier
-    versions."""
-    examples = {row["example"] for row in rows}
-    found = {at: kept for at, kept in earlier.items() if not examples.isdisjoint(row["example"] for row in kept)}
-    if others := earlier.keys() - found.keys():
-        log_once(
-            logger,
-            "%s: evaluations up to step %d have no example in common with later ones (examples of votes had "
-            "other ids in earlier versions); later ones are not compared with them",
-            run,
-            max(others),
-        )
-    return found
 
 
 def _plateau(run: Evaluated, evaluations: Mapping[int, Sequence[Row]]) -> str | None:

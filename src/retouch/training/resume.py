@@ -25,7 +25,7 @@ from retouch.engine.saved import saved_run_file, sound_state
 from retouch.files.complete import COMPLETE, complete_checkpoints, damaged
 from retouch.files.model_files import is_same_model
 from retouch.observe import RunDir
-from retouch.rewards.base import RewardEntry
+from retouch.rewards.base import RewardEntry, trained_on
 from retouch.rewards.table import RewardTable
 
 if TYPE_CHECKING:
@@ -268,10 +268,12 @@ def _changes(
             yield from _changes(type(inside), inside, cast("dict[str, Any]", then), given, f"{key}{name}.")
         elif name == "rewards" and isinstance(then, dict):
             earlier = cast("dict[str, Any]", then)
+            counts = trained_on(cast("Mapping[str, RewardEntry]", inside or {}))
             for entry in {**earlier, **given}:
                 own = cast("Mapping[str, Section]", inside or {}).get(entry)
                 parts = earlier.get(entry, {}), given.get(entry, {})
-                yield from _changes(RewardEntry if own is None else type(own), own, *parts, f"{key}{name}.{entry}.")
+                found = _changes(RewardEntry if own is None else type(own), own, *parts, f"{key}{name}.{entry}.")
+                yield from (change for change in found if not change[-1] or entry in counts)
         else:
             yield f"{key}{name}", then, given, name in retired
 

@@ -15,6 +15,7 @@ from retouch.config.derived import forward_precision, parts_per_forward
 from retouch.engine import Diverged, OutOfMemory
 from retouch.errors import first_line, fitting
 from retouch.observe import Metrics
+from retouch.training.stopping import continuing
 
 if TYPE_CHECKING:
     from retouch.config import RunConfig
@@ -259,7 +260,8 @@ class Step:
                 with fitting("in the optimizer", _SMALLER_MOMENTS):  # they are allocated in the first step
                     stepped = run.engine.step(self._lr)
             except Diverged as error:
-                raise Diverged(f"{error}{self._first_nonfinite_loss(self._losses)}") from None
+                where = self._first_nonfinite_loss(self._losses)
+                raise Diverged(f"{error}{where}; {continuing(run.dir.path)}") from None
         self.values = {**self._metrics.reduce(run.engine), **stepped, "lr": self._lr}
         self.updated = not stepped["overflow"]
         if self.before_first_update and "max_abs_log_ratio" in self.values:

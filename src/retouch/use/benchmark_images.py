@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -23,7 +23,7 @@ from retouch.data.identity import digest
 from retouch.data.sampler import derive_seed
 from retouch.errors import ModelFilesError
 from retouch.files import plain_json
-from retouch.files.disk import expanded, read_bounded, write_first, write_whole
+from retouch.files.disk import expanded, locked, read_bounded, write_first, write_whole
 from retouch.imaging.file_image import FileImage
 from retouch.imaging.png import png_text, write_png
 from retouch.imaging.reading import open_image, to_rgb
@@ -135,12 +135,18 @@ def chunks_of(
 
 def claim(folder: Path, about: Mapping[str, Any]) -> None:
     """Record where the images of a folder come from, with files of the base as soon as one process finds them here.
+    What a folder has a record of may be given in parts.
 
     Raises:
         ConfigError: it holds images of other weights or settings, or images without a record.
     """
     record = folder.with_name(f"{folder.name}.json")
     folder.mkdir(parents=True, exist_ok=True)
+    with locked(record):
+        _record_or_compare(folder, record, about)
+
+
+def _record_or_compare(folder: Path, record: Path, about: Mapping[str, Any]) -> None:
     filled = any(folder.iterdir())  # before the record of another process is looked for, which then precedes its images
     told = {name: value for name, value in about.items() if name != "folder"}  # a run directory may be moved
     if record.is_file() or not _recorded(record, told, folder, filled):
@@ -223,6 +229,7 @@ def sample_outputs(
     free_memory()  # of the run before
     items = [output.item for output in outputs]
     loaded = Loaded(for_items(config, items, section), embedded=all_embedded(items))
+    _claim_base(config, weights, folder)
     for name, weights_folder in weights.items():
         loaded.load(weights_folder)
         for done, (read, condition) in enumerate(_encoded(loaded, missing[name], section)):
@@ -231,6 +238,13 @@ def sample_outputs(
                 logger.info("%s: sampled %d of %d batches", name, done + 1, len(missing[name]))
     del loaded
     free_memory()
+
+
+def _claim_base(config: RunConfig, weights: Iterable[str], folder: Path) -> None:
+    """`claim` with the files of a base that were not here before it was loaded: it is now downloaded."""
+    files = _files_of(config.model)
+    for name in weights:
+        claim(folder / name, {"files": files})
 
 
 def _is_sampled(folder: Path, output: Output) -> bool:
@@ -329,3 +343,4 @@ def _sample_completions(
 
         data = Dataset(section, items)
         sample_trained(config, data, weights_folder, benchmark.seed, benchmark.count, None, path_of, about, dtype)
+        _claim_base(config, [name], folder)

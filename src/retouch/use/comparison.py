@@ -135,7 +135,8 @@ def _sampled_as(first: str, model: RunConfig, name: str, config: RunConfig) -> R
         logger.warning("%s is sampled with the settings of %s: %s", name, first, shown)
     steps = model.evaluation.num_steps or model.rollout.num_steps
     data = model.evaluation.data or model.data
-    images = {key: getattr(data, key) for key in ("resolution", "fit") if key in keys}
+    read = ("resolution", "fit", "invert_mask")
+    images = {key: getattr(data, key) for key in read if key in keys and hasattr(data, key)}
     own = config.evaluation.data
     evaluation = {
         "num_examples": model.evaluation.num_examples,

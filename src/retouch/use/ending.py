@@ -13,8 +13,7 @@ import numpy as np
 from retouch.adapters import FORMATS_OF
 from retouch.config import RunConfig
 from retouch.observe.measures import DRIFT, judged
-from retouch.observe.report import rows_of
-from retouch.observe.run_dir import read_metrics
+from retouch.observe.run_dir import read_metrics, rows_of
 from retouch.observe.settings import alike
 from retouch.observe.statistics import mean_of_each, paired_difference
 from retouch.process.plain_text import count_of

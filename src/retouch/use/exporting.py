@@ -19,7 +19,7 @@ from retouch.config.trust import consented
 from retouch.engine.saved import saved_run_file, sound_state
 from retouch.errors import CheckpointError, ConfigError, InputError, first_line, shown
 from retouch.files.complete import complete_checkpoints
-from retouch.files.disk import file_problem, writing
+from retouch.files.disk import file_problem, real_place, writing
 from retouch.use.trained import weights_folder
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def export_weights(
         if not found:
             raise CheckpointError(f"{checkpoint} has no complete checkpoint yet")
         checkpoint = found[-1]
-    folder = _weights(checkpoint, raw)
+    folder = _weights(real_place(checkpoint), raw)
     instead_of_ema = folder.name == "weights" and (folder.parent / "ema").is_dir()
     if out is None:
         out = _export_folder(folder.parent, f"{to}-raw" if raw or instead_of_ema else to)
@@ -116,7 +116,7 @@ def _about(run: Mapping[str, Any], checkpoint: Path, *, raw: bool) -> About:
     """
     from retouch.adapters.about import About
 
-    step = checkpoint.resolve().name  # of "." as well
+    step = checkpoint.name
     name = "-".join(filter(None, (str(run.get("name") or ""), step, "raw" * raw)))
     trained = f"{section_of(run, 'algorithm').get('name')} with retouch, {step}"
     trigger = section_of(run, "data").get("prompt_template")
@@ -136,7 +136,7 @@ def _model(run: Mapping[str, Any], run_file: str, checkpoint: Path, trust: bool)
     except ConfigError as error:
         if not run.get("plugins"):
             raise
-        if not trust and not consented(checkpoint.resolve().parent.parent, run_file.encode()):
+        if not trust and not consented(checkpoint.parent.parent, run_file.encode()):
             raise ConfigError(
                 f"{error}; the run names plug-ins ({shown(run['plugins'], 200)}): add --trust (Python: trust=True) to "
                 "import them, if you trust whoever wrote it"
@@ -172,7 +172,6 @@ def _appearing(out: Path) -> Iterator[Path]:
 
 def _export_folder(checkpoint: Path, name: str) -> Path:
     """Below the run of a checkpoint, or beside a checkpoint outside a run."""
-    checkpoint = checkpoint.resolve()  # of "." as well
     in_a_run = checkpoint.parent.name == "checkpoints"
     root = checkpoint.parents[1] / "exports" if in_a_run else checkpoint.parent
     return root / f"{checkpoint.name}-{name}"

@@ -23,6 +23,7 @@ from retouch.data.identity import content_of, files_of
 from retouch.data.sampler import derive_seed
 from retouch.errors import ConfigError
 from retouch.files.complete import COMPLETE
+from retouch.files.disk import real_place
 from retouch.imaging.file_image import FileImage, read_file_image
 from retouch.imaging.masks import Box, Pixels, mask_weights, read_mask
 from retouch.imaging.png import write_new_png
@@ -128,7 +129,7 @@ def list_for_votes(
 
 def weights_name(folder: Path) -> str:
     """A checkpoint's name and what identifies its content, as its record of files has it."""
-    place = folder.absolute()
+    place = real_place(folder)
     record = place.parent / COMPLETE
     digest = hashlib.sha256(record.read_bytes()).hexdigest()[:12] if record.is_file() else "unrecorded"
     return f"{place.parent.name}/{place.name} {digest}"

@@ -13,6 +13,7 @@ from retouch.config.training import has_rl
 from retouch.engine.saved import sound_state
 from retouch.errors import CheckpointError
 from retouch.files.complete import COMPLETE, complete_checkpoints, verify_files, verify_weights
+from retouch.files.disk import real_place
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class Trained:
     def _given(cls, config: RunConfig, weights: Path, raw: bool | None, run: Path | None) -> Trained:
         """Weights of a checkpoint, a folder or a file; those that lie in no checkpoint, or in one without a readable
         state, are the end of the run."""
+        weights = real_place(weights)
         name, chosen = "trained", _chosen(weights, config, raw)
         by_rl = has_rl(config)
         checkpoint = next((one for one in (weights, *weights.parents[:2]) if (one / COMPLETE).is_file()), None)

@@ -35,7 +35,7 @@ from retouch.algorithms.vlm_grpo.trainer import RunTrainer, adapter_config, trl_
 from retouch.config import RunConfig
 from retouch.core.advantages import comparable_rows
 from retouch.data.sampler import curriculum_order
-from retouch.engine import Launched, gather_list
+from retouch.engine import Diverged, Launched, gather_list
 from retouch.engine.checkpoint import verify_once
 from retouch.engine.saved import sound_state
 from retouch.engine.zero import note_compiling
@@ -127,6 +127,10 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
             trainer.finish()
         except (RewardOutage, FailureRateExceeded) as error:
             trainer.stop_without_rewards(error)
+        except Diverged as error:
+            logger.error("%s", error)
+            run.dir.log("event", trainer.state.global_step, {"event": "diverged", "reason": str(error)})
+            raise
 
 
 def leave_out_of_backward(tower: Any) -> None:

@@ -200,8 +200,8 @@ class RunTrainer(GRPOTrainer):
         if norm is not None and not self.args.fp16 and not math.isfinite(float(norm)):
             raise Diverged(
                 f"the gradient norm is {float(norm)} at step {self.state.global_step + 1}; lower "
-                "algorithm.trl.learning_rate, or check the rewards of the last batch; resume=auto continues from the "
-                "last checkpoint"
+                "algorithm.trl.learning_rate, or check the rewards of the last batch; "
+                f"{continuing(self.run.dir.path)}"
             )
         return norm
 

@@ -41,7 +41,7 @@ class VotesData(ImageSection):
         return frozenset({"win", "lose"} if self.votes_as == "pairs" else {"target"})
 
     def divisible(self) -> list[tuple[Mapping[str, Any], ItemFiles]]:
-        """The votes that were not taken back; those on one example, or on one source, stay together."""
+        """The votes that were not taken back; those on one photograph, or without one on one example, stay together."""
         path = local_path(self.path)
         votes = read_votes(path)
         first: dict[str, VotedImage] = {}
@@ -49,7 +49,8 @@ class VotesData(ImageSection):
             first.setdefault(vote.left.example, vote.left)
         items = (
             ItemFiles(
-                number, vote.left.prompt, vote.left.source, target_path=first[vote.left.example].image,
+                number, vote.left.prompt, vote.left.source,
+                target_path=first[vote.left.example].image if vote.left.source is None else None,
                 metadata={} if vote.left.text is None else {"text": vote.left.text}, name=_name(vote),
                 original=vote.left.original,
             )

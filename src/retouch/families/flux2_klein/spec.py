@@ -52,8 +52,8 @@ class Flux2KleinModel(Flux2Section):
     """"base" is klein-base; "distilled" is klein, which was distilled to sample in 4 steps without guidance."""
 
     @property
-    def has_released_sizes(self) -> bool:
-        return super().has_released_sizes and self.path not in (ids[1] for ids in RELEASED.values())  # of the 9B
+    def _is_taken_for_released(self) -> bool:
+        return self.path not in (ids[1] for ids in RELEASED.values())  # of the 9B
 
     @property
     def distilled_steps(self) -> int | None:

@@ -96,8 +96,8 @@ class Sd3Model(ModelSection):
     Flow-GRPO and DiffusionNFT trained with 128."""
 
     @property
-    def has_released_sizes(self) -> bool:
-        return super().has_released_sizes and self.variant == "medium"
+    def _is_taken_for_released(self) -> bool:
+        return self.variant == "medium"
 
     def text_tokens(self, size: tuple[int, int]) -> int:
         return CLIP_TOKENS + self.max_sequence_length

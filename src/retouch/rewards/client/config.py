@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from retouch.config.base import Count, NonNegative, Positive, Section, Unit
 from retouch.config.reads import ReadBy, ReadIf
+
+if TYPE_CHECKING:
+    from retouch.config.run import RunConfig
 
 Balance = Literal["least_outstanding", "round_robin"]
 
@@ -59,6 +62,16 @@ class RewardClientConfig(Section):
     """Keep the scores of servers in RUN/rewards.sqlite; a resumed run does not request them again. Each of several
     machines has its own file. `retouch eval` has no such file; with `--benchmark` the scores in OUT/observations
     are not requested again."""
+
+    def warnings(self, run: RunConfig) -> Iterator[str]:
+        for name, entry in run.rewards.items():
+            question_s = getattr(entry, "timeout_s", 0.0) if entry.url == "auto" else 0.0
+            if question_s > self.timeout_s:
+                yield (
+                    f"reward_client.timeout_s: given {self.timeout_s:g}, but rewards.{name}.timeout_s gives a question "
+                    f"{question_s:g} s: an answer after the end of its request is a failure; set "
+                    f"reward_client.timeout_s={question_s:g} or more"
+                )
 
     @property
     def collective_s(self) -> float:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from filelock import FileLock
-
 from retouch.errors import ConfigError
 from retouch.files import plain_json
+from retouch.files.disk import locked
 from retouch.rewards.addresses import base_url
 
 _CONNECT_S = 1.0
@@ -35,9 +33,7 @@ def write_endpoints(path: Path, endpoints: Sequence[Mapping[str, Any]]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     ours = {entry["url"] for entry in endpoints}
-    with ExitStack() as stack:
-        with suppress(OSError):  # a file system without locks
-            stack.enter_context(FileLock(path.parent / f".{path.name}.lock", fallback_to_soft=False))
+    with locked(path):
         others = [one for one in read_endpoints(path) if one["url"] not in ours and _listens(one["url"])]
         with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as stream:  # follows no link
             json.dump({"endpoints": [*others, *endpoints]}, stream, indent=2)

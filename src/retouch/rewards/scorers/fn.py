@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,6 +16,7 @@ from pydantic import model_validator
 
 from retouch.config.base import Names
 from retouch.errors import ConfigError
+from retouch.files.disk import is_file
 from retouch.registry import PLUGINS, import_from_here
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import PICTURES, RewardItem
@@ -22,6 +25,8 @@ from retouch.types import Failure, Outcome, Score
 RECOLOURED = "retouch.tiny.edits:recoloured"
 """The reward of the tiny editing tasks."""
 
+
+_OWN = __name__.partition(".")[0]
 
 _NO_COMPLETION = Failure(
     "bad_item", "the item has no completion, which a function of completions scores; train with vlm_grpo"
@@ -72,7 +77,7 @@ class FnScorer(PackageScorer[FnReward]):
         self._score: Callable[[Sequence[RewardItem]], Sequence[Any]] | None = None
 
     def load(self, device: str) -> None:
-        """Import it. Its file becomes part of the revision, because different code may give different scores.
+        """Import it. Its files become part of the revision, because different code may give different scores.
 
         Raises:
             ConfigError: no such module, or no such name in it.
@@ -110,8 +115,43 @@ def find_function(fn: str, where: str) -> Any:
 
 
 def source_digest(found: Any) -> str:
-    """Digest of the file that defines a function or class."""
-    return hashlib.blake2b(Path(inspect.getfile(found)).read_bytes(), digest_size=6).hexdigest()
+    """Digest of the file that defines a function or class, and of the modules that its own one imports from the same
+    folder or package, and they in turn; of an installed package, of the first file alone."""
+    file = Path(inspect.getfile(found)).resolve()
+    digest = hashlib.blake2b(file.read_bytes(), digest_size=6)
+    module, place = found.__module__.split("."), getattr(sys.modules.get(found.__module__), "__file__", None)
+    if place is not None and module[0] != _OWN and not {"site-packages", "dist-packages"} & {*Path(place).parts}:
+        files = [Path(place).resolve()]
+        root = files[0].parents[len(module) - (files[0].stem != "__init__")]
+        for one in files:
+            files += sorted({*_imported_files(one, root)} - {*files})
+        for one in sorted({*files} - {file}):
+            digest.update(f"\0{one.relative_to(root).as_posix()}\0".encode() + one.read_bytes())
+    return digest.hexdigest()
+
+
+def _imported_files(file: Path, root: Path) -> Iterator[Path]:
+    """Files below the folder `root` of the modules, with their packages, that a file imports anywhere in it."""
+    package = file.relative_to(root).parent.parts
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError):  # of a module that is imported later, if at all
+        return
+    for node in nodes:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        start = ""
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            start = "".join(f"{part}." for part in [*above, *filter(None, [node.module])])
+        for name in names:
+            parts = f"{start}{name}".split(".")
+            places = [root.joinpath(*parts[:count]) for count in range(1, len(parts) + 1) if parts[0] != _OWN]
+            yield from (
+                one
+                for place in places
+                for one in (place.with_name(f"{place.name}.py"), place / "__init__.py")
+                if is_file(one)
+            )
 
 
 def _is_of_trl(found: Any) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.errors import ConfigError, first_line, why_unreadable
-from retouch.files.disk import expanded
+from retouch.files.disk import expanded, files_below
 from retouch.files.hub import is_hub_id, require_hub, snapshot
 from retouch.files.model_files import fingerprint
 
@@ -80,9 +80,8 @@ def version_of(path: str, config: Any = None) -> str:
     place = expanded(path)
     if place.exists():
         # hidden files are those of tools: hf writes the time of the download
-        files = (file for file in place.rglob("*") if not any(p[0] == "." for p in file.relative_to(place).parts))
         # with samples of large files the second hash, which has all of the first
-        return (fingerprint([place] if place.is_file() else files) or "empty")[-64:][:12]
+        return (fingerprint([place] if place.is_file() else files_below(place)) or "empty")[-64:][:12]
     commit = getattr(config, "_commit_hash", None) or Path(snapshot(path) or "unknown commit").name
     return str(commit)
 

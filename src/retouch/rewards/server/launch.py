@@ -33,6 +33,9 @@ from retouch.rewards.server.supervisor import DRAIN_S, WATCH_S, Instance, Superv
 
 logger = logging.getLogger(__name__)
 
+_READY = "ready"
+"""File beside the endpoints of a run's server that is made once an instance is ready."""
+
 _EARLY_S = 5.0  # a server that ends sooner than this after its start may do so again
 
 
@@ -100,7 +103,7 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
             f"{65536 - len(places)}, or 0 for free ones"
         )
     instances: list[Instance] = []
-    mark = None if options.with_parent is None or options.endpoints is None else options.endpoints.with_name("ready")
+    mark = None if options.with_parent is None or options.endpoints is None else options.endpoints.with_name(_READY)
     for number, device in enumerate(places):
         if options.listeners:
             listener = socket.socket(fileno=options.listeners[number])
@@ -267,7 +270,8 @@ class LocalServer:
             )
 
     def _keep(self) -> None:
-        """Start the server again when it ends, except after its own error: clients are then refused."""
+        """Start the server again when it ends, except after its own error before it was ever ready: clients are then
+        refused. One that was ready has options that can work."""
         early_deaths, started = 0, time.monotonic()
         while not self._closing.wait(WATCH_S):
             code = self._process.poll()
@@ -276,7 +280,7 @@ class LocalServer:
             if code >= 0 and not self._endpoints.exists():
                 return  # it ended with an error before it was up, which `urls` reports
             early_deaths = early_deaths + 1 if time.monotonic() - started < _EARLY_S else 0
-            if code == ConfigError.exit_code:
+            if code == ConfigError.exit_code and not self._endpoints.with_name(_READY).exists():
                 logger.error("the reward server ended (exit code %s) and is not restarted; see %s", code, self.log)
                 self._refuse()
                 return
