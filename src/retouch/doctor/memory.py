@@ -19,7 +19,7 @@ from retouch.doctor.line import Line, size
 from retouch.doctor.model import FoundModel, downloaded, find_model, loaded
 from retouch.doctor.networks import Networks, asked_adapter, build_networks
 from retouch.families.base import FamilySpec, Model, TrainFull, TrainIpAdapter, TrainLora
-from retouch.families.sizes import Sizes, released_sizes
+from retouch.families.sizes import Released, Sizes, released_sizes
 from retouch.process.machine import container_limit
 from retouch.registry import load_attribute
 
@@ -135,9 +135,19 @@ def count_released(run: RunConfig) -> Counted | None:
         run,
         released.network,
         beside,
-        released.adapter(train, spec) if isinstance(train, TrainIpAdapter) else None,
+        _released_adapter(train, spec, released) if isinstance(train, TrainIpAdapter) else None,
         **about,
     )
+
+
+def _released_adapter(train: TrainIpAdapter, spec: FamilySpec, released: Released) -> AdapterShape:
+    """Shape of a style adapter with the default encoder of references."""
+    from retouch.adapters.shape import shape_in
+
+    stored = released.more["adapter"]
+    assert spec.adapter is not None, "`count_released` leaves other families out"
+    inner = tuple(width for width, count in stored["inner"] for _ in range(count))
+    return shape_in(train, spec, spec.adapter.width, stored["token_width"], inner)
 
 
 def _counted(
@@ -165,7 +175,8 @@ def _counted(
     if isinstance(train, TrainFull):
         return Counted(network.weights, 0, **about)
     if isinstance(train, TrainLora):
-        return Counted(lora_weights(run, network.shapes), network.weights, **about)
+        targets = train.targets or run.model.spec.lora_targets
+        return Counted(network.lora_weights(targets, train.rank), network.weights, **about)
     if adapter is None:
         return None
     if isinstance(train.scale, list) and len(train.scale) != len(adapter.inner):
@@ -238,19 +249,6 @@ def weights_in(network: Any) -> int:
 def number(shapes: Mapping[str, Sequence[int]]) -> int:
     """Number of weights of these shapes."""
     return sum(math.prod(shape) for shape in shapes.values())
-
-
-def lora_weights(run: RunConfig, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Weights of the adapters: rank times the two sides of every adapted matrix."""
-    train = run.model.train
-    assert isinstance(train, TrainLora)
-    targets = tuple(train.targets or run.model.spec.lora_targets)
-    adapted = [
-        shape
-        for name, shape in shapes.items()
-        if len(shape) > 1 and any(f".{name}".endswith(f".{target}.weight") for target in targets)
-    ]
-    return train.rank * sum(shape[0] + math.prod(shape[1:]) for shape in adapted)
 
 
 def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[Part]:
