@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from retouch.adapters.hosts import host_of
-from retouch.doctor.memory import BYTES, traced_decode, weights_in
+from retouch.doctor.line import BYTES
+from retouch.doctor.memory import traced_decode, weights_in
 from retouch.doctor.networks import released_encoder, released_parts
 from retouch.families import FAMILIES
 from retouch.families.base import FamilySpec

@@ -15,7 +15,7 @@ from retouch.config.cost import pixels_of
 from retouch.config.derived import kept_checkpoints, moment_bytes, rows_per_forward, snapshots
 from retouch.config.errors import ConfigError
 from retouch.config.run import RunConfig
-from retouch.doctor.line import Line, size
+from retouch.doctor.line import BYTES, Line, size
 from retouch.doctor.model import FoundModel, downloaded, find_model, loaded
 from retouch.doctor.networks import Networks, asked_adapter, build_networks
 from retouch.families.base import FamilySpec, Model, TrainFull, TrainIpAdapter, TrainLora
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from retouch.adapters.shape import AdapterShape
     from retouch.doctor.launch import Launch
     from retouch.doctor.machine import Gpus
-
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 _TIGHT = 0.9
 """Share of the memory above which the counted part leaves too little for the rest, such as activations."""
@@ -273,21 +271,20 @@ def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[
         state["DeepSpeed's copy of the weights"], shares["DeepSpeed's copy of the weights"] = 4, moments
     frozen = {"style adapter, frozen": weights.adapter, "network, frozen": weights.frozen, **weights.others}
     shares_of = {name: shared if name == "network, frozen" else 1 for name in frozen}
+    stored = {name: small * count for name, count in frozen.items()}
+    if weights.quantized is not None:
+        stored["network, frozen"] = weights.quantized
     return [
         *(Part(name, trained, math.ceil(size * trained / shares[name])) for name, size in state.items()),
         *(Part(name, trained, size * trained) for name, size in whole.items()),
         *(
-            Part(name, n, math.ceil(_frozen_bytes(name, n, small, weights) / shares_of[name]), name in weights.waiting)
+            Part(name, n, math.ceil(stored[name] / shares_of[name]), name in weights.waiting)
             for name, n in frozen.items()
             if n
         ),
         *([Part("network, tables", 0, weights.tables)] if weights.tables else []),
         *([Part("decode with gradient", 0, weights.decoder)] if weights.decoder else []),
     ]
-
-
-def _frozen_bytes(name: str, count: int, small: int, weights: Counted) -> int:
-    return weights.quantized if name == "network, frozen" and weights.quantized is not None else small * count
 
 
 def device_bytes(run: RunConfig, weights: Counted, world_size: int = 1) -> int:

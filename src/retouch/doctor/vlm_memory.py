@@ -21,7 +21,8 @@ from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.config.needs import data_sections
 from retouch.config.run import RunConfig
 from retouch.doctor.launch import Launch
-from retouch.doctor.memory import BYTES, Part, weights_in
+from retouch.doctor.line import BYTES
+from retouch.doctor.memory import Part, weights_in
 from retouch.families.loading import DTYPES
 from retouch.families.meta import on_meta, to_run_without_data, without_data
 from retouch.families.qwen.text import evaluating
