@@ -27,7 +27,7 @@ from retouch.families.embeddings import (
     fingerprint,
     identity,
 )
-from retouch.families.flux.embeddings import given_embeddings
+from retouch.families.flux.base import given_embeddings
 from retouch.families.image_encoder import TINY
 from retouch.families.inputs import image_pixels
 from retouch.families.loading import ModelFilesError, load_model
