@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retouch.cli.options import Json, Trust, note_loading, parse_size, start_logging
+from retouch.cli.options import Json, Trust, is_count, note_loading, parse_size, start_logging
 from retouch.config import load_run
 from retouch.config.base import MOST_IMAGES
 from retouch.config.needs import DATA_SECTIONS
@@ -478,11 +478,7 @@ def parse_images(given: Sequence[str]) -> tuple[int | None, list[Path]]:
         ConfigError: two numbers, or one that is not in 1 to `MOST_IMAGES`.
     """
     numbers = [text for text in given if text.lstrip("-").isdecimal()]
-    if len(numbers) > 1 or any(not _is_count(number) for number in numbers):
+    if len(numbers) > 1 or not all(is_count(number, MOST_IMAGES) for number in numbers):
         shown = " and ".join(number[:20] for number in numbers)
         raise ConfigError(f"--images: given {shown}; expected one number of 1 to {MOST_IMAGES}, or folders")
     return (int(numbers[0]) if numbers else None), [Path(text) for text in given if text not in numbers]
-
-
-def _is_count(text: str) -> bool:
-    return text.isdecimal() and len(text) <= len(str(MOST_IMAGES)) and 1 <= int(text) <= MOST_IMAGES

@@ -13,7 +13,7 @@ import numpy as np
 from retouch.adapters import FORMATS_OF
 from retouch.config import RunConfig
 from retouch.observe.measures import DRIFT, judged
-from retouch.observe.report import rows_of
+from retouch.observe.report import paired_values, rows_of
 from retouch.observe.run_dir import read_metrics
 from retouch.observe.settings import alike
 from retouch.observe.statistics import mean_of_each, paired_difference
@@ -107,18 +107,11 @@ def _compared(evaluations: Sequence[Record]) -> list[Record]:
 def gains(before: Sequence[Record], after: Sequence[Record], measures: Sequence[str]) -> dict[str, Gain]:
     """The gains of measures between the rows of two evaluations, in which every example counts the same; without those
     that they share no image of."""
-    earlier = {(row["example"], row["index"]): row for row in before}
     found = dict[str, Gain]()
     for measure in measures:
-        pairs = [
-            (row["example"], old, new)
-            for row in after
-            if (new := row.get(measure)) is not None
-            and (old := earlier.get((row["example"], row["index"]), {}).get(measure)) is not None
-        ]
-        if not pairs:
+        examples, new, old = paired_values(before, after, measure)
+        if not examples:
             continue
-        examples, old, new = zip(*pairs, strict=True)
         mean, low, high = paired_difference(new, old, examples)
         limits = (low, high) if len({*examples}) > 1 else (None, None)
         ends = [float(mean_of_each(np.asarray(values, np.float64), examples).mean()) for values in (old, new)]
