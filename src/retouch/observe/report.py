@@ -198,7 +198,7 @@ def judgement(
     accuracy, then the rewards, then drift), and every such measure with its paired difference."""
     both = [m for m in judged(rewards) if is_number(after.get(m)) and is_number(before.get(m))]
     changes = {m: change_of(before_rows, after_rows, m) for m in both}
-    parts = [f"{m} {before[m]:.3f} → {after[m]:.3f} ({interval(changes[m]) or 'no interval'})" for m in both]
+    parts = [f"{m} {before[m]:.3f} → {after[m]:.3f} ({interval_text(changes[m]) or 'no interval'})" for m in both]
     if not both:
         return "nothing to judge", parts
     examples = len(set(paired_values(before_rows, after_rows, both[0])[0]))
@@ -255,7 +255,7 @@ def _transfer_table(found: Transfer) -> Markup:
 def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change], note: str) -> Markup:
     """Measures by evaluation, then differences by title with their 95 % intervals."""
     lines = [
-        [m, *(number(c.get(m)) for c in columns.values()), *(interval(of(m)) or "–" for of in changes.values())]
+        [m, *(number(c.get(m)) for c in columns.values()), *(interval_text(of(m)) or "–" for of in changes.values())]
         for m in measures_of(list(columns.values()))
     ]
     head = ["", *columns, *(f"{title} [95 %]" for title in changes)]
@@ -385,6 +385,6 @@ def number(value: object) -> str:
     return f"{value:.4f}" if is_number(value) else "–"
 
 
-def interval(change: tuple[float, float, float] | None) -> str:
+def interval_text(change: tuple[float, float, float] | None) -> str:
     """A difference with its 95 % interval; "" for None."""
     return f"{change[0]:+.3f} [{change[1]:+.3f}, {change[2]:+.3f}]" if change else ""

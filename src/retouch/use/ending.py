@@ -92,7 +92,7 @@ def ending(config: RunConfig, run: Path) -> Ending:
         tuple(one["step"] for one in compared),
         last.get("examples") == "held_out",
         last.get("images", 0),
-        gains(rows[0], rows[1], judged(config.rewards)) if compared else {},
+        gains_at_end(rows[0], rows[1], judged(config.rewards)) if compared else {},
         str(report) if report.is_file() else None,
         next_commands(config, run),
     )
@@ -104,7 +104,7 @@ def _compared(evaluations: Sequence[Record]) -> list[Record]:
     return [first[-1], evaluations[-1]] if first and first[-1]["step"] < evaluations[-1]["step"] else []
 
 
-def gains(before: Sequence[Record], after: Sequence[Record], measures: Sequence[str]) -> dict[str, Gain]:
+def gains_at_end(before: Sequence[Record], after: Sequence[Record], measures: Sequence[str]) -> dict[str, Gain]:
     """The gains of measures between the rows of two evaluations, in which every example counts the same; without those
     that they share no image of."""
     found = dict[str, Gain]()
