@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.data.base import ItemFiles
-from retouch.data.dataset import read_item
+from retouch.data.item import read_item
 from retouch.engine import CheckpointError
 from retouch.errors import DataError
 from retouch.families.flux_fill.model import FluxFill

@@ -19,7 +19,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from retouch.config import ConfigError, RunConfig, parse_run
-from retouch.data.dataset import load_dataset, read_item
+from retouch.data.dataset import load_dataset
+from retouch.data.item import read_item
 from retouch.errors import RetouchError
 from retouch.families.embeddings import (
     EmbeddingCache,

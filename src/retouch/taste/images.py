@@ -10,9 +10,10 @@ from typing import Any
 
 from retouch.config import load_run
 from retouch.data.base import DataError, DataSection, ItemFiles
-from retouch.data.dataset import load_dataset, read_item
+from retouch.data.dataset import load_dataset
 from retouch.data.discover import CAPTIONS, MASKS
 from retouch.data.identity import content_of
+from retouch.data.item import read_item
 from retouch.data.lists import SUFFIXES, entries_of, read_text, suffix_of
 from retouch.errors import ConfigError, ImageProblem
 from retouch.files.disk import is_file

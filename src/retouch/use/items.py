@@ -15,11 +15,12 @@ from retouch.config import ConfigError, RunConfig
 from retouch.config.errors import nearest
 from retouch.config.needs import needed_pictures, takes_references
 from retouch.data.base import FOLDERS, DataError, DataSection, ItemError, ItemFiles, ProtocolData
-from retouch.data.dataset import Dataset, check_item, in_place, load_dataset
+from retouch.data.dataset import Dataset, in_place, load_dataset
 from retouch.data.discover import data_at
 from retouch.data.formats.calligrapher import DEFAULT_TEMPLATE
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.formats.prompts import PromptsData
+from retouch.data.item import check_item
 from retouch.data.rules import require_more_images
 from retouch.families.prompts import PromptCheck, require_read
 from retouch.files.disk import on_disk

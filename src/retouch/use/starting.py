@@ -19,9 +19,9 @@ from retouch.config.errors import nearest
 from retouch.config.load import THIS_DIR, with_this_dir
 from retouch.config.needs import needed_pictures
 from retouch.data.base import DataError, ItemError, ItemFiles
-from retouch.data.dataset import examine
 from retouch.data.discover import Found, discover
 from retouch.data.formats.manifest import ManifestData
+from retouch.data.item import examine
 from retouch.data.split import split
 from retouch.data.texts import has_text
 from retouch.errors import ImageProblem
