@@ -156,6 +156,8 @@ def _texts_read(item: ItemFiles) -> str:
 
 def validation_table(findings: list[Finding]) -> str:
     """A line for every problem and every doubtful mask, the first warnings, and a count."""
+    # All problems and doubts are listed, as the list is what a user works through. Sound items and their warnings are
+    # examples of how the data was read: the first few are enough.
     bad = [f for f in findings if f.problem]
     good = [f for f in findings if not f.problem and not f.whole]
     doubtful = [f for f in good if f.doubtful]
