@@ -93,7 +93,7 @@ def check(
     from retouch.config.cost import cost
 
     # Everything is known before the first line is printed: a problem found late, as of a model on the hub, would stand
-    # below numbers that look like a verdict. Each import waits until its option asks for it, for `check` is quick.
+    # below numbers that look like a verdict. An import waits for the option that needs it, for `check` is quick.
     config = load_run(run, overrides or [], unread=UNREAD, trust=trust or None)
     require_trainable(config)
     if accelerate is not None and not memory:

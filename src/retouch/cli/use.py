@@ -217,7 +217,7 @@ def evaluate(
     """Compare weights with the base, or runs with each other, on fixed seeds: rewards, exact match, change outside the
     mask. With --benchmark: the official measures of a published benchmark."""
     # One command with two bodies: a benchmark has its own data, count and result, and an option of the other body would
-    # be passed over in silence. Both are refused before torch is imported, which takes ten seconds.
+    # be passed over in silence. Such errors come before torch is imported, which takes ten seconds.
     start_logging()
     runs = run or []
     count, folders = parse_images(images or [])

@@ -334,7 +334,7 @@ def details_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
 def told_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
     """(what, numbers) of the run."""
     # A line only for what the run has: an algorithm without rollouts has no images, a family of a plug-in no FLOPs. A
-    # number that could not be derived is not left out in silence: the last lines say why.
+    # number that could not be derived is not left out in silence: the last lines name the reason.
     f = known.forwards
     if known.images:
         yield "images", f"{known.images_per_epoch:,} an epoch, {known.images:,.0f} in the run"

@@ -177,7 +177,7 @@ class DataSection(Section):
     has_texts: ClassVar[bool] = False
     """Whether every item has a target text by design."""
     marks: ClassVar[tuple[str, ...]] = ()
-    """Files and folders, one of which in a folder tells that it is of this format."""
+    """Files and folders, one of which marks a folder of this format."""
 
     @abstractmethod
     def list_items(self) -> list[ItemFiles | ItemError]:

@@ -8,7 +8,7 @@ from typing import Literal
 GIB = 2**30
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Of a number, by its precision."""
+"""Bytes of a number by its precision."""
 
 
 @dataclass(frozen=True)

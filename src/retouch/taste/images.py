@@ -101,7 +101,7 @@ def _of_list(path: Path) -> Iterator[VotedImage]:
 
 def _of_folder(path: Path) -> Iterator[VotedImage]:
     # Two layouts: with folders inside, each is a set of weights and equal names are of one example; without, numbers at
-    # the end of a name tell the samples of one example apart. A mask beside its image is no image to vote on.
+    # the end of a name distinguish the samples of one example. A mask beside its image is no image to vote on.
     def images(folder: Path) -> list[Path]:
         return sorted(file for file in folder.iterdir() if file.suffix.lower() in _ENDINGS)
 
