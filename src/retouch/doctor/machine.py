@@ -141,8 +141,8 @@ def gpu_lines(gpus: Gpus, world_size: int, weights: int | None = None) -> Iterat
     Args:
         weights: number of weights of the trained network, if known.
     """
-    # Each cause has its own remedy: a broken torch, a GPU that fails and too few GPUs come first, and then why there are
-    # none. No GPU is fine only for a network that trains on the CPU within minutes.
+    # Each cause has its own remedy: a broken torch, a GPU that fails and too few GPUs come first, and then why there
+    # are none. No GPU is fine only for a network that trains on the CPU within minutes.
     if gpus.problem:
         yield Line("fix", "torch", f"{gpus.problem}; reinstall it")
     for i, problem in gpus.failing.items():
