@@ -13,7 +13,7 @@ import pytest
 
 from retouch.config import load_run
 from retouch.observe.statistics import paired_difference
-from retouch.use.ending import Ending, Gain, ending, gains
+from retouch.use.ending import Ending, Gain, ending, gains_at_end
 from tests.command_line import retouch
 
 Finished = Callable[[str], Path]
@@ -27,13 +27,13 @@ def test_a_gain_by_hand() -> None:
     """Two images of each example are averaged first; a failed reward leaves its image out."""
     before = [row(1, ocr=0.0), row(1, 1, ocr=0.5), row(2, ocr=0.25), row(3, ocr=None), row(4, ocr=1.0)]
     after = [row(1, ocr=0.5), row(1, 1, ocr=0.5), row(2, ocr=0.75), row(3, ocr=0.75)]
-    found = gains(before, after, ["ocr", "seam"])
+    found = gains_at_end(before, after, ["ocr", "seam"])
     assert list(found) == ["ocr"]
     expected = paired_difference([0.5, 0.5, 0.75], [0.0, 0.5, 0.25], [1, 1, 2])
     assert (found["ocr"].mean, found["ocr"].low, found["ocr"].high) == expected
     assert found["ocr"].mean == 0.375  # .25 and .5
     assert (found["ocr"].before, found["ocr"].after) == (0.25, 0.625)  # whose difference it is
-    one = gains(before[:2], after[:2], ["ocr"])["ocr"]
+    one = gains_at_end(before[:2], after[:2], ["ocr"])["ocr"]
     assert (one.low, one.high) == (None, None) and "one example" in str(one)
     assert str(Gain(0.523, 0.817, 0.294, 0.24, 0.325)) == (
         "+0.294 (95 % interval [+0.240, +0.325]), from 0.523 to 0.817"

@@ -8,9 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import typer.main
 
-from retouch.cli import app, flags
+from retouch.cli import flags
 from retouch.cli.flags import KEYS, answer
 from retouch.config import parse_run
 from retouch.config.check import require_trainable
@@ -158,13 +157,6 @@ def test_own_options_stay_in_the_line(typed: str, line: str) -> None:
     command, *words = shlex.split(typed)
     message = answer(command, words)
     assert message is not None and message.rpartition("; type\n  retouch ")[2] == line
-
-
-def test_own_options_are_those_of_the_commands() -> None:
-    group = typer.main.get_command(app)
-    for command, own in flags._OWN.items():  # pyright: ignore[reportPrivateUsage]
-        options = [p for p in group.commands[command].params if p.param_type_name == "option"]  # type: ignore[attr-defined]
-        assert own == {name: not p.is_flag for p in options for name in p.opts if name.startswith("--")}
 
 
 def test_the_flags_are_those_of_the_page() -> None:

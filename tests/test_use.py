@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.data.base import ItemFiles
-from retouch.data.dataset import read_item
+from retouch.data.item import read_item
 from retouch.engine import CheckpointError
 from retouch.errors import DataError
 from retouch.families.flux_fill.model import FluxFill
@@ -37,7 +37,7 @@ from retouch.use.items import SampleRequest, items_to_sample, mask_crop
 from retouch.use.loaded import Loaded
 from retouch.use.regions import template_prompt
 from retouch.use.sampling import free_paths
-from retouch.use.trained import Trained
+from retouch.use.trained import Trained, chosen_weights
 from tests.command_line import Outcome, retouch
 from tests.data.image_files import png_values
 from tests.data.test_file_image import CASES
@@ -779,9 +779,9 @@ def test_an_export_has_the_weights_that_are_evaluated(finished: Finished, monkey
     for kind, part in (("raw", "weights"), ("ema", "ema"), (None, "ema")):
         run = {"evaluation": {"weights": kind}}
         monkeypatch.setattr(exporting, "saved_run_file", lambda state, folder, run=run: run)
-        assert exporting._weights(newest, None) == newest / part
-        assert exporting._weights(newest, True) == newest / "weights"
-        assert exporting._weights(newest, False) == newest / "ema"
+        evaluated_raw = exporting._evaluates_raw(newest)
+        for chosen, found in ((None, part), (True, "weights"), (False, "ema")):
+            assert chosen_weights(newest, chosen, evaluated_raw=evaluated_raw) == newest / found
 
 
 def test_an_export_goes_to_the_run_unless_it_is_told_where(

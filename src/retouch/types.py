@@ -226,7 +226,7 @@ class Failure:
     """A reward that failed. It is never a number and never trains.
 
     Attributes:
-        code: one of `retouch.rewards.protocol.FAILURE_CODES`.
+        code: one of those that docs/rewards.md explains.
         retryable: whether the same request may succeed later.
     """
 

@@ -16,7 +16,7 @@ from PIL import Image
 from retouch.benchmarks.base import Benchmark, ImageRow
 from retouch.benchmarks.load import load_benchmark
 from retouch.data.base import ItemFiles
-from retouch.data.dataset import read_item
+from retouch.data.item import read_item
 from retouch.imaging.reading import open_image
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import make_scorer

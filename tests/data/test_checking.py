@@ -17,10 +17,8 @@ import pytest
 from PIL import Image
 
 from retouch.config import parse_run
-from retouch.data import (
-    checking,
-    dataset,
-)
+from retouch.data import checking
+from retouch.data import item as items
 from retouch.data.base import DataError, ItemError, ItemFiles
 from retouch.data.checking import find_problems, fingerprint, in_threads
 from retouch.data.dataset import Dataset, load_dataset
@@ -46,13 +44,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ids of the items that are read, as they are."""
     ids: list[int] = []
-    read_item = dataset.read_item
+    read_item = items.read_item
 
     def counted(item: ItemFiles, *how: Any) -> Any:
         ids.append(item.id)
         return read_item(item, *how)
 
-    monkeypatch.setattr(dataset, "read_item", counted)
+    monkeypatch.setattr(items, "read_item", counted)
     return ids
 
 

@@ -13,9 +13,10 @@ from PIL import Image, ImageOps
 
 from retouch.config import ConfigError
 from retouch.data.base import DataError, ItemFiles
-from retouch.data.dataset import load_dataset, read_item
+from retouch.data.dataset import load_dataset
 from retouch.data.formats.calligrapher import SelfBenchData
 from retouch.data.formats.manifest import ManifestData
+from retouch.data.item import read_item
 from retouch.data.validate import Finding, validate, validation_table
 from retouch.errors import ImageProblem
 from retouch.imaging.masks import Box, mask_box

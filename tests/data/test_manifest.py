@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from retouch.data.base import DataError, ItemError, ItemFiles
-from retouch.data.dataset import check_item, load_dataset
+from retouch.data.dataset import load_dataset
 from retouch.data.discover import data_at
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.identity import item_key
+from retouch.data.item import check_item
 
 from .conftest import SIZE, box_mask, picture, pixels
 

@@ -12,10 +12,11 @@ from PIL import Image
 from retouch.config import parse_run
 from retouch.config.needs import needed_pictures
 from retouch.data.base import DataError, ItemError, ItemFiles
-from retouch.data.dataset import check_item, load_dataset
+from retouch.data.dataset import load_dataset
 from retouch.data.discover import data_at
 from retouch.data.formats.calligrapher import CrossBenchData
 from retouch.data.formats.manifest import ManifestData
+from retouch.data.item import check_item
 from retouch.errors import ImageProblem
 from retouch.imaging.fitting import into_strip, stack_above
 from retouch.imaging.masks import halves, mask_box

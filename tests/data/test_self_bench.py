@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from retouch.data.base import DataError, ItemError, ItemFiles
-from retouch.data.dataset import check_item, load_dataset
+from retouch.data.dataset import load_dataset
 from retouch.data.formats.calligrapher import SelfBenchData
+from retouch.data.item import check_item
 from retouch.imaging.masks import mask_box
 from tests.command_line import retouch
 

@@ -33,18 +33,18 @@ import torch
 torch.set_num_threads(1)
 from safetensors.torch import save_file
 import retouch.training.session as session
-from retouch.data import dataset
+from retouch.data import item
 from retouch.data.sampler import epoch_examples
 from retouch.engine import Engine
 from retouch.rewards.scorers.preservation import PreservationScorer
 from retouch.types import Failure, Score
 finish, backward, score = session.Session.finish, Engine.backward, PreservationScorer.score
-examine = dataset.examine
+examine = item.examine
 backwards, examined = 0, []
 
-def noted(item, *options):
-    examined.append(str(item.id))
-    return examine(item, *options)
+def noted(one, *options):
+    examined.append(str(one.id))
+    return examine(one, *options)
 
 def counted(self, loss):
     global backwards
@@ -69,7 +69,7 @@ def bad(self, items):
 def coarse(self, items):
     return [Score(round(one.value, 3)) for one in score(self, items)]
 
-session.Session.finish, Engine.backward, dataset.examine = finish_and_save, counted, noted
+session.Session.finish, Engine.backward, item.examine = finish_and_save, counted, noted
 if os.environ.get("COARSE"):
     PreservationScorer.score = coarse
 if os.environ.get("FLAT"):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from retouch.adapters.trainee import make_trainable
 from retouch.config import ConfigError, RunConfig, derive, load_run, parse_run
+from retouch.config.derived import kept_checkpoints
 from retouch.config.run import EmaConfig
 from retouch.data.formats.manifest import ManifestData
 from retouch.doctor.data import needs_no_t5
@@ -26,7 +27,6 @@ from retouch.doctor.memory import (
     count_weights,
     device_bytes,
     host_bytes,
-    kept_checkpoints,
     memory_parts,
     report_memory,
     traced_decode,

@@ -302,10 +302,10 @@ def test_a_gpu_that_is_too_small_or_taken(
 def test_a_container_has_less_than_its_machine(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU; the kernel ends what takes more."""
     monkeypatch.setattr("retouch.doctor.diagnosis.find_gpus", lambda: Gpus([], [], "2"))
-    monkeypatch.setattr("retouch.doctor.memory.container_limit", lambda: 2**24)
+    monkeypatch.setattr("retouch.doctor.capacity.container_limit", lambda: 2**24)
     what, says = only("fix", run_yaml())
     assert what == "memory" and "16 MiB in this container or job" in says
-    monkeypatch.setattr("retouch.doctor.memory.container_limit", lambda: 2**70)
+    monkeypatch.setattr("retouch.doctor.capacity.container_limit", lambda: 2**70)
     found = {line["what"]: line for line in lines(run_yaml())}
     assert found["memory"]["says"].endswith("in this machine; activations come on top")
 

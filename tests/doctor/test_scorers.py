@@ -9,9 +9,10 @@ from safetensors import safe_open
 from transformers import CLIPConfig, CLIPModel, Qwen2VLConfig, Qwen2VLModel, SiglipVisionConfig, SiglipVisionModel
 
 from retouch.config import RunConfig, parse_run
+from retouch.doctor.capacity import memory_line
 from retouch.doctor.line import GIB
 from retouch.doctor.machine import Gpu, Gpus
-from retouch.doctor.memory import memory_line, memory_table, report_memory
+from retouch.doctor.memory import memory_table, report_memory
 from retouch.doctor.model import find_model
 from retouch.doctor.networks import build_networks
 from retouch.doctor.scorers import MILLIONS, scorers_beside

@@ -19,7 +19,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from retouch.config import ConfigError, RunConfig, parse_run
-from retouch.data.dataset import load_dataset, read_item
+from retouch.data.dataset import load_dataset
+from retouch.data.item import read_item
 from retouch.errors import RetouchError
 from retouch.families.embeddings import (
     EmbeddingCache,
@@ -27,7 +28,7 @@ from retouch.families.embeddings import (
     fingerprint,
     identity,
 )
-from retouch.families.flux.embeddings import given_embeddings
+from retouch.families.flux.base import given_embeddings
 from retouch.families.image_encoder import TINY
 from retouch.families.inputs import image_pixels
 from retouch.families.loading import ModelFilesError, load_model

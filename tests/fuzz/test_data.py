@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from retouch.data.base import ItemFiles
-from retouch.data.dataset import read_item
 from retouch.data.discover import recognised
 from retouch.data.formats import FORMATS
+from retouch.data.item import read_item
 from retouch.errors import RetouchError
 from retouch.imaging.masks import read_mask
 from retouch.imaging.reading import open_image, to_rgb

@@ -18,9 +18,9 @@ from PIL import Image
 from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.outputs import find_file, item_digest, outputs_of
 from retouch.data.base import ItemError, ItemFiles
-from retouch.data.dataset import read_item
 from retouch.data.discover import recognised
 from retouch.data.formats import FORMATS
+from retouch.data.item import read_item
 from retouch.errors import RetouchError
 from retouch.imaging.lines import parse_lines, placed, polygon_mask, share_inside, shown_text
 from retouch.rewards.protocol import RewardItem, lines_to_read, text_to_read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from retouch.rewards.scorers.complex_edit import (
     _read_as_text,  # pyright: ignore[reportPrivateUsage]
     read_published,
 )
+from retouch.rewards.scorers.copied_texts import copied_text
 from retouch.rewards.scorers.judge_client import Budget, BudgetSpent, JudgeClient, JudgeError
 from retouch.rewards.scorers.judge_replies import text_of
 from retouch.rewards.scorers.judged import read_integers
@@ -229,9 +231,8 @@ def test_copied_files(tmp_path_factory: pytest.TempPathFactory, text: str) -> No
     data = text.encode("utf-8", "surrogatepass")
     _copy(place, data)
     attempt("published questions, Python", lambda: read_published(str(place)), ConfigError)
-    options = mmmg.MmmgReward.model_construct(wording="published", prompts=str(place / "prompt.py"))
-    question = mmmg._published_question  # pyright: ignore[reportPrivateUsage]
-    attempt("published questions, Python", lambda: question(options), ConfigError)
+    asked = partial(copied_text, "mmmg", str(place / "prompt.py"), ["[ELEM_DEPEND]"], "MMMG's question")
+    attempt("published questions, Python", asked, ConfigError)
 
 
 def _copy(place: Path, data: bytes) -> None:

@@ -19,7 +19,7 @@ from retouch.adapters.initial_lora import lora_file, read_lora
 from retouch.engine.saved import read_complete, read_state, record_files, require_sound, verify_files
 from retouch.errors import RetouchError
 from retouch.families import FAMILIES
-from retouch.families.flux.embeddings import given_embeddings
+from retouch.families.flux.base import given_embeddings
 from tests.fuzz.inputs import attempt, blobs, changed, fuzzed, kept, texts
 
 W, D, INNER = 4, 6, 8

@@ -245,7 +245,7 @@ def test_a_name_without_a_line_is_asked_for_again_and_never_a_no(tmp_path: Path)
     [
         (None, "prompts: not set with wording=published; set it to your copy"),
         ("nowhere.txt", "prompts: given 'nowhere.txt', which is no file"),
-        ("empty.txt", r"which does not contain \[ELEM_DEPEND\]"),
+        ("empty.txt", r"which has no text with \[ELEM_DEPEND\]"),
         ("broken.py", "which cannot be read"),
     ],
 )

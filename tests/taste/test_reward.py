@@ -18,8 +18,8 @@ from retouch.algorithms.kto.config import label_of
 from retouch.config import RunConfig
 from retouch.config.check import require_trainable
 from retouch.data.base import ItemFiles
-from retouch.data.dataset import examine, read_item
 from retouch.data.formats.votes import VotesData
+from retouch.data.item import examine, read_item
 from retouch.data.split import split
 from retouch.errors import ConfigError, DataError
 from retouch.rewards.protocol import RewardItem

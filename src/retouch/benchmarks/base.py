@@ -169,6 +169,8 @@ class Benchmark(Section):
     source: ClassVar[str]
     """Paper and place of the data."""
     official: ClassVar[Official] = Official()
+    file: ClassVar[str] = "{key}.png"
+    """`file_name` with the `key`, the `id` and the metadata of an item, and the `index` of the output."""
     own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """The benchmark's own rewards by name, each as under `rewards` of a run file."""
     composites: ClassVar[bool] = True
@@ -196,9 +198,10 @@ class Benchmark(Section):
     def data(self) -> DataSection:
         """How the published data at `path` are read."""
 
-    @abstractmethod
     def file_name(self, item: ItemFiles, index: int) -> str:
         """Official name of an output, with its suffix, relative to the folder of outputs. Different for all outputs."""
+        name = self.file.format(**{**item.metadata, "key": self.key(item), "id": item.id, "index": index})
+        return name if "{index" in self.file else numbered(name, index)
 
     @abstractmethod
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:

@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from retouch import __version__
-from retouch.cli import data, flags, rewards, runs, use
+from retouch.cli import data, flags, pages, rewards, runs, use
 from retouch.errors import RetouchError, Stopped, first_line, is_device_full, is_own
 from retouch.files.disk import OBSTRUCTED, file_problem
 from retouch.process.console import outlast_readers, results_problem
@@ -32,8 +32,11 @@ from retouch.process.signals import interrupt_on_signals, interrupted
 from retouch.training.stopping import CONTINUE
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-app.add_typer(runs.app)
-app.add_typer(use.app)
+_UNNAMED = (runs.app, use.app, pages.app)
+"""Their commands follow `retouch` without a word between."""
+
+for part in _UNNAMED:
+    app.add_typer(part)
 app.add_typer(rewards.app, name="reward")
 app.add_typer(data.app, name="data")
 app.add_typer(data.tiny, name="tiny")
@@ -60,7 +63,7 @@ class Command(Help, TyperCommand): ...
 class CommandGroup(Help, TyperGroup): ...
 
 
-for part in (app, runs.app, use.app, rewards.app, data.app, data.tiny):
+for part in (app, *_UNNAMED, rewards.app, data.app, data.tiny):
     part.info.cls = CommandGroup
     for registered in part.registered_commands:
         registered.cls = Command
@@ -133,7 +136,7 @@ def _main() -> None:
 def _called(name: list[str]) -> typer.Typer:
     """The command line with only the command that is called: typer reads the signatures of all of a command line first,
     which takes as long as reading a run file. All of it for help and for a name that is none."""
-    commands = [command for part in (runs.app, use.app) for command in part.registered_commands]
+    commands = [command for part in _UNNAMED for command in part.registered_commands]
     chosen = [one for one in commands if one.callback and [one.name or one.callback.__name__] == name]
     if not chosen:
         return app

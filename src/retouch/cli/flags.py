@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
 
 from retouch.algorithms import ALGORITHMS
 from retouch.config.published import PREFIX, is_run_file, published_files
@@ -72,20 +75,6 @@ _WITH_OCR = frozenset(
 _SWITCHED = ("sft", "grpo", "ppo", "dpo", "nft")
 """Algorithms that `algorithm.name` alone makes of a file of GRPO."""
 
-_OWN: Mapping[str, Mapping[str, bool]] = {
-    "train": {"--verbose": False, "--quiet": False, "--json": False},
-    "check": {
-        "--verbose": False,
-        "--world-size": True,
-        "--gpu": True,
-        "--memory": False,
-        "--accelerate": True,
-        "--trust": False,
-        "--json": False,
-    },
-}
-"""Command -> its own options, and whether a value follows."""
-
 
 def answer(command: str, arguments: Sequence[str]) -> str | None:
     """The message for arguments with flags of other scripts, whose last part is the line to type; None without one.
@@ -94,7 +83,7 @@ def answer(command: str, arguments: Sequence[str]) -> str | None:
         command: train or check.
         arguments: words behind it.
     """
-    own, others = _without_own(arguments, _OWN[command])
+    own, others = _without_own(arguments, _own_options(command))
     given, words, unknown = _parsed(others)
     if not given:
         return None
@@ -115,6 +104,15 @@ def answer(command: str, arguments: Sequence[str]) -> str | None:
         f"--{next(iter(given))}: a flag of the fine-tuning scripts; expected keys of a run file (docs/coming-from.md "
         f"has the table{''.join(notes)}); type\n  {line}"
     )
+
+
+def _own_options(command: str) -> dict[str, bool]:
+    """The options of a command, and whether a value follows."""
+    from retouch.cli.runs import app
+
+    group: Any = typer.main.get_command(app)
+    options = [one for one in group.commands[command].params if one.param_type_name == "option"]
+    return {name: not option.is_flag for option in options for name in option.opts}
 
 
 def published_algorithms(kind: str) -> list[str]:

@@ -75,12 +75,13 @@ def parse_size(text: str, option: str) -> tuple[int, int]:
         ConfigError: neither form.
     """
     parts = text.lower().split("x")
-    if len(parts) not in (1, 2) or not all(map(_is_side, parts)):
+    if len(parts) not in (1, 2) or not all(is_count(part, _MOST_SIDE) for part in parts):
         raise ConfigError(
             f"{option}: given {text[:80]!r}; write a side like 512, or HEIGHTxWIDTH like 32x64, of at most {_MOST_SIDE}"
         )
     return int(parts[0]), int(parts[-1])
 
 
-def _is_side(text: str) -> bool:
-    return text.isdecimal() and len(text) <= len(str(_MOST_SIDE)) and 1 <= int(text) <= _MOST_SIDE
+def is_count(text: str, most: int) -> bool:
+    """Whether a text is a number from 1 to `most`."""
+    return text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most

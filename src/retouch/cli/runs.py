@@ -92,6 +92,8 @@ def check(
     """Check a run file and print its size, its memory and its cost, without loading models."""
     from retouch.config.cost import cost
 
+    # Everything is known before the first line is printed: a problem found late, as of a model on the hub, would stand
+    # below numbers that look like a verdict. An import waits for the option that needs it, for `check` is quick.
     config = load_run(run, overrides or [], unread=UNREAD, trust=trust or None)
     require_trainable(config)
     if accelerate is not None and not memory:

@@ -1,16 +1,15 @@
-"""Commands of trained weights and run directories: sample, demo-ui, eval, export, report, compare."""
+"""Commands of trained weights: sample, demo-ui, eval, export."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retouch.cli.options import Json, Trust, note_loading, parse_size, start_logging
+from retouch.cli.options import Json, Trust, is_count, note_loading, parse_size, start_logging
 from retouch.config import load_run
 from retouch.config.base import MOST_IMAGES
 from retouch.config.needs import DATA_SECTIONS
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-Open = Annotated[bool, typer.Option("--open", help="Open the file in a browser.")]
-SingleFile = Annotated[
-    bool, typer.Option("--single-file", help="Keep images inside the file, even if it gets larger than 10 MB.")
-]
 RunDir = Annotated[Path | None, typer.Option(help="Run directory; its newest checkpoint is used.")]
 Config = Annotated[Path | None, typer.Option(help="Run file, instead of --run.")]
 Weights = Annotated[Path | None, typer.Option(help="Checkpoint or weights folder; default with --config: the base.")]
@@ -221,6 +216,8 @@ def evaluate(
 ) -> None:
     """Compare weights with the base, or runs with each other, on fixed seeds: rewards, exact match, change outside the
     mask. With --benchmark: the official measures of a published benchmark."""
+    # One command with two bodies: a benchmark has its own data, count and result, and an option of the other body would
+    # be passed over in silence. Such errors come before torch is imported, which takes ten seconds.
     start_logging()
     runs = run or []
     count, folders = parse_images(images or [])
@@ -316,113 +313,6 @@ def export(
     typer.echo(str(export_weights(checkpoint, to, out, raw=raw, trust=trust)))
 
 
-@app.command()
-def report(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
-    single_file: SingleFile = False,
-    open_it: Open = False,
-) -> None:
-    """Write RUN/report.html: one offline file."""
-    from retouch.observe.report import write_report
-
-    with writing(run):
-        path = write_report(run, single_file)
-    typer.echo(str(path))
-    if open_it:
-        typer.launch(str(path))
-
-
-@app.command()
-def watch(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0: a free one.")] = 0,
-    open_it: Open = False,
-) -> None:
-    """Serve the report of a run on loopback, updated while the run goes, until interrupted. Waits for a run that is
-    about to begin."""
-    from retouch.observe.watch import open_server, wait_for
-
-    wait_for(run, partial(typer.echo, err=True))
-    with open_server(run, port) as server:
-        typer.echo(server.address)
-        if open_it:
-            typer.launch(server.address)
-        server.serve_forever()
-
-
-@app.command()
-def label(
-    images: Annotated[
-        Path, typer.Argument(help="Run directory, folder of images, or list of retouch sample --for-votes.")
-    ],
-    votes: Annotated[Path, typer.Option(help="File that votes are appended to.")] = Path("votes.jsonl"),
-    alone: Annotated[bool, typer.Option("--alone", help="One image, good or bad, instead of two.")] = False,
-    active: Annotated[
-        bool,
-        typer.Option(
-            "--active",
-            help="Ask the most informative pairs, for a fit; without it, pairs at random.",
-        ),
-    ] = False,
-    extractor: Annotated[
-        str | None, typer.Option(help="Image encoder for --active, as of retouch reward fit; default: tiny.")
-    ] = None,
-    goal: Annotated[int, typer.Option(min=1, help="Votes of a voter that the page counts towards.")] = 300,
-    seed: Annotated[int, typer.Option(help="Seed of order and sides.")] = 0,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0: a free one.")] = 0,
-    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
-    trust: Trust = False,
-) -> None:
-    """Serve a page on loopback to vote on images, until interrupted, and print what the votes can train."""
-    start_logging()
-    if extractor is not None and not active:
-        raise ConfigError(f"--extractor: given {extractor!r} without --active, which alone reads it; add --active")
-    from retouch.taste.labelling import open_labelling, open_server, progress, what_next
-
-    with (
-        writing(votes, "--votes"),
-        open_labelling(
-            images,
-            votes,
-            alone=alone,
-            active=(extractor or "tiny") if active else None,
-            goal=goal,
-            seed=seed,
-            trust=trust,
-        ) as labelling,
-        open_server(labelling, port) as server,
-    ):
-        typer.echo("\n".join([server.address, *progress(labelling)]))
-        typer.echo("Ctrl-C stops and prints the commands that the votes are for; the same command goes on")
-        if open_it:
-            typer.launch(server.address)
-        try:
-            server.serve_forever()
-        finally:
-            typer.echo("\n".join([*progress(labelling), *what_next(labelling)]))
-
-
-@app.command()
-def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN [RUN ...]", help="Run directories.")],
-    as_json: Json = False,
-    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("compare.html"),
-    single_file: SingleFile = False,
-    open_it: Open = False,
-) -> None:
-    """Compare logged runs in one offline HTML file: last evaluations paired by example, samples and curves."""
-    from retouch.observe.comparison import run_names, write_comparison
-
-    with writing(out):
-        found = write_comparison(run_names(runs), out, single_file=single_file)
-    for problem in found.problems:
-        typer.echo(f"warning: {problem}", err=True)
-    told = {"page": str(found.path), "verdicts": [*found.verdicts], "problems": [*found.problems]}
-    typer.echo(json.dumps(told, indent=2) if as_json else "\n".join([*found.verdicts, str(found.path)]))
-    if open_it:
-        typer.launch(str(found.path))
-
-
 def find_trained(
     run: Path | None,
     config: Path | None,
@@ -478,11 +368,7 @@ def parse_images(given: Sequence[str]) -> tuple[int | None, list[Path]]:
         ConfigError: two numbers, or one that is not in 1 to `MOST_IMAGES`.
     """
     numbers = [text for text in given if text.lstrip("-").isdecimal()]
-    if len(numbers) > 1 or any(not _is_count(number) for number in numbers):
+    if len(numbers) > 1 or not all(is_count(number, MOST_IMAGES) for number in numbers):
         shown = " and ".join(number[:20] for number in numbers)
         raise ConfigError(f"--images: given {shown}; expected one number of 1 to {MOST_IMAGES}, or folders")
     return (int(numbers[0]) if numbers else None), [Path(text) for text in given if text not in numbers]
-
-
-def _is_count(text: str) -> bool:
-    return text.isdecimal() and len(text) <= len(str(MOST_IMAGES)) and 1 <= int(text) <= MOST_IMAGES

@@ -1,6 +1,6 @@
 """The cost of a run: images, forwards, FLOPs, hours of GPUs, judges, waiting and disk, from its options alone.
 
-Nothing is loaded. FLOPs are those of the released sizes (`retouch.families.flops`); hours follow from the rates that
+Nothing is loaded. FLOPs are those of the released sizes (`retouch.families.sizes`); hours follow from the rates that
 benchmarks/results/gpu.json has, or from a share of the GPU's peak where nothing was measured. Text encoders, the
 autoencoder and the optimizer are in the measured rates, adapters and the exchange of gradients are not.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from retouch.algorithms.base import Objective
 from retouch.config.derived import kept_checkpoints, numbers, rows_per_forward, sampling_forwards, saved_bytes
 from retouch.config.errors import ConfigError
-from retouch.families import flops
+from retouch.families.sizes import released_sizes
 from retouch.process.machine import PEAKS, peak_of
 
 if TYPE_CHECKING:
@@ -266,12 +266,10 @@ def evaluation_forwards(run: RunConfig) -> float:
 
 def tflop_of(run: RunConfig, data: Any) -> float | None:
     """TFLOP of a forward of one sample of `data`; None where the sizes of the network are not known."""
-    spec = run.model.spec
-    network, config = spec.networks.get(spec.network_name, ""), spec.released.get(spec.network_name)
-    if config is None or network not in flops.FORMS or not run.model.has_released_sizes:
+    released = released_sizes(run.model.spec) if run.model.has_released_sizes else None
+    if released is None:
         return None
-    image, text = run.model.network_tokens(pixels_of(data), data.has_images)
-    return flops.flops(network, config, image, text) / 1e12
+    return released.flops(*run.model.network_tokens(pixels_of(data), data.has_images)) / 1e12
 
 
 def pixels_of(data: Any) -> tuple[int, int]:
@@ -335,6 +333,8 @@ def details_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
 
 def told_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
     """(what, numbers) of the run."""
+    # A line only for what the run has: an algorithm without rollouts has no images, a family of a plug-in no FLOPs. A
+    # number that could not be derived is not left out in silence: the last lines name the reason.
     f = known.forwards
     if known.images:
         yield "images", f"{known.images_per_epoch:,} an epoch, {known.images:,.0f} in the run"

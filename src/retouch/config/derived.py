@@ -203,18 +203,15 @@ def moment_bytes(run: RunConfig) -> int:
 def saved_bytes(run: RunConfig) -> int | None:
     """Bytes of a checkpoint: weights, moments and snapshots in fp32, of the released sizes; None where they are not
     known, and of a style adapter and a text encoder."""
-    from retouch.families import flops
+    from retouch.families.sizes import released_sizes
 
     spec, train, kept = run.model.spec, run.model.train, snapshots(run)
-    network, config = spec.networks.get(spec.network_name, ""), spec.released.get(spec.network_name)
-    if config is None or network not in flops.FORMS or not run.model.has_released_sizes:
+    released = released_sizes(spec) if run.model.has_released_sizes else None
+    if released is None or train.kind == "ip_adapter" or run.algorithm.trains_text_encoder:
         return None
-    if train.kind == "ip_adapter" or run.algorithm.trains_text_encoder:
-        return None
+    network, trained = released.network, released.network.weights
     if train.kind == "lora":
-        trained = flops.lora_weights(network, config, train.targets or spec.lora_targets, train.rank)
-    else:
-        trained = flops.weights(network, config)
+        trained = network.lora_weights(train.targets or spec.lora_targets, train.rank)
     return (4 * (1 + len(kept)) + moment_bytes(run)) * trained
 
 

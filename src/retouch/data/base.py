@@ -176,6 +176,8 @@ class DataSection(Section):
     """Image fields of `Example` that an item can have."""
     has_texts: ClassVar[bool] = False
     """Whether every item has a target text by design."""
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Files and folders, one of which marks a folder of this format."""
 
     @abstractmethod
     def list_items(self) -> list[ItemFiles | ItemError]:
@@ -188,7 +190,7 @@ class DataSection(Section):
     @classmethod
     def recognises(cls, path: Path) -> bool:
         """Whether a path given without a format is a data set of this one."""
-        return False
+        return any((path / name).exists() for name in cls.marks)
 
     def listing(self) -> Path | None:
         """The text, JSON or CSV file that names the items, which `retouch data split` divides; None: there is none."""

@@ -149,7 +149,7 @@ def _checks() -> tuple[str, str]:
     """Versions of what checks an item: Pillow and this package."""
     package = Path(retouch.__file__).parent
     source = hashlib.blake2b(digest_size=_BYTES)
-    rules = (package / "data" / name for name in ("base.py", "buckets.py", "dataset.py", "lists.py"))
+    rules = (package / "data" / name for name in ("base.py", "buckets.py", "item.py", "lists.py"))
     for file in (*sorted((package / "imaging").glob("*.py")), *rules):
         source.update(file.read_bytes())
     return PIL.__version__, source.hexdigest()

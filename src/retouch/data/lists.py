@@ -259,7 +259,7 @@ def _header(path: Path, row: Sequence[str]) -> list[str]:
     return names
 
 
-def listed_in(path: Path) -> list[Any]:
+def data_list_of(path: Path) -> list[Any]:
     """The entries of a JSON object with `data_list`.
 
     Raises:
@@ -282,7 +282,7 @@ def fields_of(entry: Any) -> Mapping[str, Any]:
     return cast("dict[str, Any]", entry)
 
 
-def require_texts(entry: Mapping[str, Any], *names: str, remedy: str = "") -> None:
+def require_text_keys(entry: Mapping[str, Any], *names: str, remedy: str = "") -> None:
     """Check that an entry has a text under every key.
 
     Raises:

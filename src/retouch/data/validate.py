@@ -11,8 +11,9 @@ from retouch.config.needs import data_sections, needed_pictures
 from retouch.config.published import is_run_file
 from retouch.data.base import DataSection, ItemError, ItemFiles
 from retouch.data.checking import in_threads, progress
-from retouch.data.dataset import CheckPrompts, examine, listed_in, repeated_ids
+from retouch.data.dataset import CheckPrompts, listed_in, repeated_ids
 from retouch.data.discover import data_at
+from retouch.data.item import examine
 from retouch.data.texts import reading_rewards, scored_sections, text_warnings
 from retouch.imaging.lines import shown_text
 from retouch.process.plain_text import count_of, printable
@@ -155,6 +156,8 @@ def _texts_read(item: ItemFiles) -> str:
 
 def validation_table(findings: list[Finding]) -> str:
     """A line for every problem and every doubtful mask, the first warnings, and a count."""
+    # All problems and doubts are listed, as the list is what a user works through. Sound items and their warnings are
+    # examples of how the data was read: the first few are enough.
     bad = [f for f in findings if f.problem]
     good = [f for f in findings if not f.problem and not f.whole]
     doubtful = [f for f in good if f.doubtful]

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 from retouch.config.run import RunConfig
 from retouch.doctor.adapter import adapter_lines, distillation_lines
+from retouch.doctor.capacity import checkpoint_line, memory_line
 from retouch.doctor.data import data_lines, login_lines, needs_no_t5, start_lines
 from retouch.doctor.launch import launch_extras
 from retouch.doctor.line import Line
-from retouch.doctor.machine import disk_here, extra_lines, find_gpus, gpu_lines, machine_line
-from retouch.doctor.memory import checkpoint_line, memory_line, network_weights
+from retouch.doctor.machine import disk_here, extra_lines, find_gpus, gpu_lines
+from retouch.doctor.memory import network_weights
 from retouch.doctor.model import find_model, model_lines
 from retouch.doctor.networks import build_networks
 from retouch.doctor.rewards import needed_extras, reward_lines
@@ -25,7 +26,7 @@ __all__ = ["Line", "diagnose", "table"]
 def diagnose(run: RunConfig | None = None, world_size: int = 1) -> list[Line]:
     """Every check of the machine, and of a run on `world_size` processes."""
     gpus = find_gpus()
-    lines = [machine_line(), *extra_lines(needed_extras(run) if run else None, launch_extras(run))]
+    lines = [*extra_lines(needed_extras(run) if run else None, launch_extras(run))]
     if run is None:
         return [*lines, *gpu_lines(gpus, world_size), disk_here()]
     found = find_model(run.model, embedded=needs_no_t5(run))

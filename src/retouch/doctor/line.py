@@ -7,6 +7,9 @@ from typing import Literal
 
 GIB = 2**30
 
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a number by its precision."""
+
 
 @dataclass(frozen=True)
 class Line:

@@ -65,18 +65,16 @@ class Gpus:
     failing: Mapping[int, str] = field(default_factory=dict[int, str])
 
 
-def machine_line() -> Line:
-    version = importlib.metadata.version("retouch")
-    return Line("ok", "retouch", f"{version}, Python {sys.version.split()[0]}, {platform.platform()}")
-
-
 def extra_lines(needed: Collection[str] | None, optional: Mapping[str, str]) -> Iterator[Line]:
-    """Check that the packages of the base and of each extra are installed and recent enough.
+    """The versions of this package, of Python and of the system; then check that the packages of the base and of each
+    extra are installed and recent enough.
 
     Args:
         needed: extras that the run needs; None without a run.
         optional: extras that it may need -> what for.
     """
+    version = importlib.metadata.version("retouch")
+    yield Line("ok", "retouch", f"{version}, Python {sys.version.split()[0]}, {platform.platform()}")
     for extra in ("", *EXTRAS):
         problems = [problem for name, least in _required(extra) if (problem := _problem(name, least))]
         what = f"extra {extra}" if extra else "base packages"
@@ -143,6 +141,8 @@ def gpu_lines(gpus: Gpus, world_size: int, weights: int | None = None) -> Iterat
     Args:
         weights: number of weights of the trained network, if known.
     """
+    # Each cause has its own remedy: a broken torch, a GPU that fails and too few GPUs come first, and then why there
+    # are none. No GPU is fine only for a network that trains on the CPU within minutes.
     if gpus.problem:
         yield Line("fix", "torch", f"{gpus.problem}; reinstall it")
     for i, problem in gpus.failing.items():

@@ -4,42 +4,24 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.config.cost import pixels_of
-from retouch.config.derived import kept_checkpoints, moment_bytes, rows_per_forward, snapshots
+from retouch.config.derived import moment_bytes, rows_per_forward, snapshots
 from retouch.config.errors import ConfigError
 from retouch.config.run import RunConfig
-from retouch.doctor.line import Line, size
-from retouch.doctor.model import FoundModel, downloaded, find_model, loaded
+from retouch.doctor.line import BYTES, size
+from retouch.doctor.model import downloaded, find_model, loaded
 from retouch.doctor.networks import Networks, asked_adapter, build_networks
-from retouch.families.base import FamilySpec, Model, TrainFull, TrainIpAdapter, TrainLora
-from retouch.families.sizes import Sizes, released_sizes
-from retouch.process.machine import container_limit
+from retouch.families.base import FamilySpec, TrainFull, TrainIpAdapter, TrainLora
+from retouch.families.sizes import Released, Sizes, released_sizes
 from retouch.registry import load_attribute
 
 if TYPE_CHECKING:
     from retouch.adapters.shape import AdapterShape
     from retouch.doctor.launch import Launch
-    from retouch.doctor.machine import Gpus
-
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-_TIGHT = 0.9
-"""Share of the memory above which the counted part leaves too little for the rest, such as activations."""
-
-
-_LESS = {
-    "full": "model.train.kind=lora, ema=null",
-    "lora": "model.quantize=nf4, a smaller model.train.rank, model.dtype=bf16",
-    "ip_adapter": "model.quantize=nf4, model.train.tokens=16, model.train.weights=kv_lora, ema=null, model.dtype=bf16",
-}
-"""`model.train.kind` -> options to set if memory does not suffice."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +91,8 @@ def count_released(run: RunConfig) -> Counted | None:
     Raises:
         ConfigError: as of `count_weights`.
     """
+    # Each return of None is a run that another count decides: sizes that are not the released ones, a text encoder
+    # that trains, a decode in tiles, another image encoder. All of them need the networks, and torch to build them.
     model, train, spec = run.model, run.model.train, run.model.spec
     if not model.is_released:
         return None
@@ -135,9 +119,19 @@ def count_released(run: RunConfig) -> Counted | None:
         run,
         released.network,
         beside,
-        released.adapter(train, spec) if isinstance(train, TrainIpAdapter) else None,
+        _released_adapter(train, spec, released) if isinstance(train, TrainIpAdapter) else None,
         **about,
     )
+
+
+def _released_adapter(train: TrainIpAdapter, spec: FamilySpec, released: Released) -> AdapterShape:
+    """Shape of a style adapter with the default encoder of references."""
+    from retouch.adapters.shape import shape_in
+
+    stored = released.more["adapter"]
+    assert spec.adapter is not None, "`count_released` leaves other families out"
+    inner = tuple(width for width, count in stored["inner"] for _ in range(count))
+    return shape_in(train, spec, spec.adapter.width, stored["token_width"], inner)
 
 
 def _counted(
@@ -165,7 +159,8 @@ def _counted(
     if isinstance(train, TrainFull):
         return Counted(network.weights, 0, **about)
     if isinstance(train, TrainLora):
-        return Counted(lora_weights(run, network.shapes), network.weights, **about)
+        targets = train.targets or run.model.spec.lora_targets
+        return Counted(network.lora_weights(targets, train.rank), network.weights, **about)
     if adapter is None:
         return None
     if isinstance(train.scale, list) and len(train.scale) != len(adapter.inner):
@@ -218,7 +213,7 @@ def adapter_weights(train: TrainIpAdapter, shape: AdapterShape) -> dict[str, int
     whole = sum(sizes.values())
     if train.weights == "kv_lora":
         blocks = {key: size for key, size in shape.tensors().items() if key.startswith("ip_adapter.")}
-        factors, merged = train.rank * sum(sum(size) for size in blocks.values()), number(blocks)
+        factors, merged = train.rank * sum(sum(size) for size in blocks.values()), sum(map(math.prod, blocks.values()))
         return {"trained": factors, "adapter": whole, "saved": merged, "saved_frozen": whole - merged}
     trained = sum(count for key, count in sizes.items() if is_trained(key, train.weights))
     return {"trained": trained, "adapter": whole - trained, "saved": trained, "saved_frozen": whole - trained}
@@ -233,24 +228,6 @@ def network_weights(run: RunConfig, networks: Networks) -> int | None:
 def weights_in(network: Any) -> int:
     """Number of weights of a network."""
     return sum(weight.numel() for weight in network.parameters())
-
-
-def number(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Number of weights of these shapes."""
-    return sum(math.prod(shape) for shape in shapes.values())
-
-
-def lora_weights(run: RunConfig, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Weights of the adapters: rank times the two sides of every adapted matrix."""
-    train = run.model.train
-    assert isinstance(train, TrainLora)
-    targets = tuple(train.targets or run.model.spec.lora_targets)
-    adapted = [
-        shape
-        for name, shape in shapes.items()
-        if len(shape) > 1 and any(f".{name}".endswith(f".{target}.weight") for target in targets)
-    ]
-    return train.rank * sum(shape[0] + math.prod(shape[1:]) for shape in adapted)
 
 
 def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[Part]:
@@ -275,21 +252,20 @@ def memory_parts(run: RunConfig, weights: Counted, world_size: int = 1) -> list[
         state["DeepSpeed's copy of the weights"], shares["DeepSpeed's copy of the weights"] = 4, moments
     frozen = {"style adapter, frozen": weights.adapter, "network, frozen": weights.frozen, **weights.others}
     shares_of = {name: shared if name == "network, frozen" else 1 for name in frozen}
+    stored = {name: small * count for name, count in frozen.items()}
+    if weights.quantized is not None:
+        stored["network, frozen"] = weights.quantized
     return [
         *(Part(name, trained, math.ceil(size * trained / shares[name])) for name, size in state.items()),
         *(Part(name, trained, size * trained) for name, size in whole.items()),
         *(
-            Part(name, n, math.ceil(_frozen_bytes(name, n, small, weights) / shares_of[name]), name in weights.waiting)
+            Part(name, n, math.ceil(stored[name] / shares_of[name]), name in weights.waiting)
             for name, n in frozen.items()
             if n
         ),
         *([Part("network, tables", 0, weights.tables)] if weights.tables else []),
         *([Part("decode with gradient", 0, weights.decoder)] if weights.decoder else []),
     ]
-
-
-def _frozen_bytes(name: str, count: int, small: int, weights: Counted) -> int:
-    return weights.quantized if name == "network, frozen" and weights.quantized is not None else small * count
 
 
 def device_bytes(run: RunConfig, weights: Counted, world_size: int = 1) -> int:
@@ -343,7 +319,7 @@ def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = N
     networks = build_networks(run.model, found, download=True)
     if run.algorithm.trains_text_encoder:
         from retouch.doctor.launch import Launch
-        from retouch.doctor.vlm_memory import report_vlm
+        from retouch.doctor.vlm_memory import dropped_tokens, report_vlm
 
         dropped = dropped_tokens(run.model, found)
         report = report_vlm(run, networks.parts, dropped, launch or Launch(), world_size)
@@ -352,7 +328,7 @@ def report_memory(run: RunConfig, world_size: int = 1, launch: Launch | None = N
     if weights is None:
         raise ConfigError(
             "--memory: not counted: "
-            + (found.missing if found.missing and not networks.parts else _unknown(run, networks))
+            + (found.missing if found.missing and not networks.parts else why_unknown(run, networks))
         )
     return _report(run, weights, world_size)
 
@@ -381,20 +357,6 @@ def _with_rewards(report: Mapping[str, Any], run: RunConfig, world_size: int) ->
     return {**report, **sums, "parts": [*report["parts"], *parts], "notes": [*report["notes"], *notes]}
 
 
-def dropped_tokens(model: Model, found: FoundModel) -> int:
-    """Number of tokens of a Qwen chat before the user's; the released number if the tokenizer is missing."""
-    from transformers import AutoTokenizer
-
-    from retouch.families.loading import load_component
-    from retouch.families.qwen.text import PREFIX, prefix_length
-
-    task = model.chat_task
-    assert task is not None, "`check` refuses other families"
-    if found.folder is None or not (found.folder / "tokenizer/tokenizer_config.json").is_file():
-        return PREFIX[task]
-    return prefix_length(load_component(AutoTokenizer, str(found.folder), "tokenizer", None), task)
-
-
 def memory_table(report: Mapping[str, Any]) -> list[str]:
     """The report as lines of text."""
     lines = [f"  {'memory of a process, counted':32} {'weights':>16} {'bytes':>10}"]
@@ -414,79 +376,10 @@ def memory_table(report: Mapping[str, Any]) -> list[str]:
     return lines + notes
 
 
-def _unknown(run: RunConfig, networks: Networks) -> str:
+def why_unknown(run: RunConfig, networks: Networks) -> str:
+    """Why `count_weights` counts nothing."""
     if run.algorithm.trains_text_encoder:
         return "retouch check --memory counts what TRL trains, with --accelerate FILE as DeepSpeed shards it"
     if run.model.train.kind == "ip_adapter" and networks.reference_width is None:
         return f"the config of the image encoder {run.model.reference_encoder} is not known"
     return "the shapes of the network's weights are not known"
-
-
-def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int) -> Line:
-    """Compare the counted part with the smallest device, or with the machine's memory if there is no GPU."""
-    try:
-        weights = count_weights(run, networks)
-    except ConfigError as error:
-        return Line("fix", "memory", str(error))
-    if weights is None:
-        return Line("warning", "memory", f"not counted: {_unknown(run, networks)}")
-    if not weights.trained:
-        return Line("fix", "memory", "model.train.targets match no weight of the network; leave targets out")
-    from retouch.doctor.scorers import scorers_beside
-
-    scorers, unknown = scorers_beside(run, world_size)
-    beside = sum(count for _, count in scorers.values())
-    need = device_bytes(run, weights, world_size) + beside
-    if gpus.usable:
-        has, free, where = min(g.memory for g in gpus.usable), min(g.free for g in gpus.usable), "a GPU"
-    else:
-        need = world_size * (need + host_bytes(run, weights))
-        machine, container = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), container_limit()
-        free = has = min(machine, container or machine)
-        where = "this machine" if has == machine else "this container or job"
-    parts = "" if weights.whole else " (text encoders, VAE or image encoder are not here to be counted)"
-    frozen = weights.frozen + weights.adapter
-    parts += f", {size(beside)} of networks of {', '.join(scorers)}" if scorers else ""
-    parts += f" (without the networks of {', '.join(unknown)}, whose sizes are not known)" if unknown else ""
-    counted = (
-        f"{size(need)} counted for {weights.trained:,} trained and {frozen:,} frozen weights of the network"
-        f"{parts}, {size(has)} in {where}; activations come on top"
-    )
-    counted += f" (not known: {assumed})" if (assumed := run.model.assumed_sizes) is not None else ""
-    if need > has:
-        less = _LESS[run.model.train.kind]
-        if run.training.sharding == "none" and not run.training.compile and run.optimizer.state == "fp32":
-            way = "zero2" if run.model.train.kind == "ip_adapter" else "fsdp2"
-            less += f", training.sharding={way} on several devices"
-        return Line("fix", "memory", f"{counted}; set {less} or model.offload_text_encoders=true, or take a larger one")
-    if need > free:
-        return Line("fix", "memory", f"{counted}; only {size(free)} is free: end what holds the rest (nvidia-smi)")
-    if need > _TIGHT * has:
-        return Line(
-            "warning",
-            "memory",
-            f"{counted}; set training.gradient_checkpointing=true, optimizer.steps_per_forward=1 and small batches",
-        )
-    return Line("ok", "memory", counted)
-
-
-def checkpoint_line(run: RunConfig, networks: Networks) -> Line:
-    """Compare the free disk at the run directory with the size of the checkpoints of the run."""
-    place = Path(run.logging.dir).expanduser().absolute()
-    exists = next(parent for parent in (place, *place.parents) if parent.exists())
-    if not exists.is_dir() or not os.access(exists, os.W_OK):
-        return Line("fix", "disk", f"{place}: {exists} is no folder that can be written to; set logging.dir")
-    free = shutil.disk_usage(exists).free
-    try:
-        weights = count_weights(run, networks)
-    except ConfigError:  # reported in the line above
-        weights = None
-    if weights is None:
-        return Line("ok", "disk", f"{size(free)} free in {exists}; the size of a checkpoint is not known")
-    one, kept = checkpoint_bytes(run, weights), kept_checkpoints(run)
-    counted = f"{size(free)} free in {exists}; a checkpoint takes {size(one)}, {kept} are kept"
-    if free < 2 * one:  # a new one is written before an old one goes
-        return Line("fix", "disk", f"{counted}, and two must fit at a time; free some, or set logging.dir")
-    if free < kept * one:
-        return Line("warning", "disk", f"{counted}; set training.keep_checkpoints, or logging.dir")
-    return Line("ok", "disk", counted)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from retouch.doctor.line import Line
-from retouch.families.base import Model, OtherTransformer
+from retouch.families.base import Model
 from retouch.files.hub import cached
 from retouch.files.model_files import INDEX, Damaged, components, json_object, schedule_problem, stems, weights_of
 
@@ -157,11 +157,8 @@ def model_lines(model: Model, found: FoundModel) -> Iterator[Line]:
     else:
         networks = ", ".join(loaded(model, embedded=found.embedded, folder=found.folder))
         yield Line("ok", "model", f"{found.folder}: {networks}, their configs and files complete")
-    if model.transformer is not None and not found.problems:
-        yield _transformer_line(model.transformer, found.transformer)
-
-
-def _transformer_line(other: OtherTransformer, folder: Path | None) -> Line:
-    if folder is not None:
-        return Line("ok", "model.transformer", f"{folder}: in place of the transformer of model.path")
-    return Line("warning", "model.transformer", f"{other.path} is not on this machine; the run downloads it")
+    other, folder = model.transformer, found.transformer
+    if other is not None and not found.problems:
+        here = f"{folder}: in place of the transformer of model.path"
+        away = f"{other.path} is not on this machine; the run downloads it"
+        yield Line("ok" if folder else "warning", "model.transformer", here if folder else away)

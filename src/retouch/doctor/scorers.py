@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from retouch.config.run import RunConfig
+from retouch.doctor.line import BYTES
 from retouch.doctor.networks import encoder_folder, meta_encoder
 from retouch.errors import ConfigError
 from retouch.rewards.base import RewardEntry
@@ -18,8 +19,6 @@ MILLIONS = {
 _WITHOUT_WEIGHTS = {"processor", "base"}
 """Options that name a model of which only its tokenizer and its image processor are loaded."""
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
 
 def scorers_beside(run: RunConfig, world_size: int = 1) -> tuple[dict[str, tuple[int, int]], list[str]]:
     """Reward -> number of weights and bytes of its networks, once, of those on a GPU that the run trains on; and the
@@ -34,7 +33,7 @@ def scorers_beside(run: RunConfig, world_size: int = 1) -> tuple[dict[str, tuple
             unknown.append(name)
             continue
         weights = sum(count for count in counts if count is not None)
-        known[name] = weights, weights * _BYTES[getattr(entry, "dtype", "fp32")]
+        known[name] = weights, weights * BYTES[getattr(entry, "dtype", "fp32")]
     return known, unknown
 
 

@@ -15,16 +15,19 @@ from typing import Any
 import torch
 from peft import get_peft_model
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
 from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.config.needs import data_sections
 from retouch.config.run import RunConfig
 from retouch.doctor.launch import Launch
-from retouch.doctor.memory import BYTES, Part, weights_in
-from retouch.families.loading import DTYPES
+from retouch.doctor.line import BYTES
+from retouch.doctor.memory import Part, weights_in
+from retouch.doctor.model import FoundModel
+from retouch.families.base import Model
+from retouch.families.loading import DTYPES, load_component
 from retouch.families.meta import on_meta, to_run_without_data, without_data
-from retouch.families.qwen.text import evaluating
+from retouch.families.qwen.text import PREFIX, evaluating, prefix_length
 from retouch.families.vae import frame_by_frame, limit_batch, single_frames
 from retouch.observe.live_bytes import LiveBytes
 
@@ -378,3 +381,12 @@ def _waiting(run: RunConfig) -> Sequence[str]:
     if _algorithm(run).offload_diffusion_model:
         return ("transformer", "vae")
     return ("vae",) if run.model.offload_vae else ()
+
+
+def dropped_tokens(model: Model, found: FoundModel) -> int:
+    """Number of tokens of a Qwen chat before the user's; the released number if the tokenizer is missing."""
+    task = model.chat_task
+    assert task is not None, "`check` refuses other families"
+    if found.folder is None or not (found.folder / "tokenizer/tokenizer_config.json").is_file():
+        return PREFIX[task]
+    return prefix_length(load_component(AutoTokenizer, str(found.folder), "tokenizer", None), task)

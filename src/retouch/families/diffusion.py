@@ -254,9 +254,9 @@ class FamilyModel(ABC):
             return cls.load_network(config, path, dtype)
         return network
 
-    @abstractmethod
     def input_channels(self) -> int:
-        """Input channels of a network that fits the autoencoder."""
+        """Input channels of a network that fits the autoencoder: those of the latents, unless a family adds others."""
+        return self.spec.latent_channels
 
     @property
     def vae(self) -> Any:

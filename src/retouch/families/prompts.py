@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from retouch.config import ConfigError, RunConfig
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles
 from retouch.data.buckets import Shape
-from retouch.data.dataset import all_embedded, shape_of
+from retouch.data.dataset import all_embedded
+from retouch.data.item import shape_of
 from retouch.data.texts import reading_rewards
 from retouch.errors import ImageProblem, shown
 from retouch.files.model_files import ModelFilesError, component_path

@@ -1,4 +1,5 @@
-"""Sizes of networks without the networks: of released ones from `released_sizes.json`, without torch.
+"""Sizes of networks without the networks, and FLOPs of a forward: of released ones from `released_sizes.json`, without
+torch.
 
 `tools/released_sizes.py` writes that file from the networks on the meta device, which take ten seconds of imports.
 """
@@ -7,16 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from retouch.adapters.shape import shape_in
-
 if TYPE_CHECKING:
-    from retouch.adapters.shape import AdapterShape
-    from retouch.families.base import FamilySpec, Quantization, TrainIpAdapter
+    from retouch.families.base import FamilySpec, Quantization
 
 FILE = "released_sizes.json"
 """Beside this module; written by `tools/released_sizes.py`."""
@@ -54,6 +53,12 @@ class Sizes:
         stored = sum(stored_bytes(self.shapes[name], scheme) for name in self.matrices)
         return stored + each * sum(math.prod(s) for name, s in self.shapes.items() if name not in self.matrices)
 
+    def lora_weights(self, targets: Iterable[str], rank: int) -> int:
+        """Number of weights of the LoRA on modules whose names end so: rank times the two sides of every matrix."""
+        ends = tuple(f".{target}.weight" for target in targets)
+        adapted = [s for name, s in self.shapes.items() if len(s) > 1 and f".{name}".endswith(ends)]
+        return rank * sum(shape[0] + math.prod(shape[1:]) for shape in adapted)
+
 
 def stored_bytes(shape: Sequence[int], scheme: Quantization) -> int:
     """Bytes of a quantized matrix of (rows, columns), scales included."""
@@ -67,8 +72,9 @@ class Released(NamedTuple):
     Attributes:
         network: of the trained network.
         others: component -> number of weights of each other network.
-        more: `decode`: bytes of a number -> factors of `monomials`, without and with checkpointing; and of a family
-            with a style adapter, `adapter`.
+        more: `decode`: bytes of a number -> factors of `monomials`, without and with checkpointing; `flops`: factors of
+            `flop_monomials`; `padded`: number that tokens are padded to a multiple of; and of a family with a style
+            adapter, `adapter`.
     """
 
     network: Sizes
@@ -80,17 +86,26 @@ class Released(NamedTuple):
         """Number of weights of the default encoder of references."""
         return self.more["adapter"]["image_encoder"]
 
-    def adapter(self, train: TrainIpAdapter, spec: FamilySpec) -> AdapterShape:
-        """Shape of a style adapter with the default encoder of references."""
-        stored = self.more["adapter"]
-        assert spec.adapter is not None, "`check` refuses other families"
-        inner = tuple(width for width, count in stored["inner"] for _ in range(count))
-        return shape_in(train, spec, spec.adapter.width, stored["token_width"], inner)
-
     def decode_bytes(self, bytes_a_number: int, cells: tuple[int, int], *, checkpointing: bool) -> int:
         """Bytes of the activations of a decode with gradient of one image of (h, w) latent cells."""
         terms = self.more["decode"][str(bytes_a_number)][checkpointing]
         return sum(term * monomial for term, monomial in zip(terms, monomials(*cells), strict=True))
+
+    def flops(self, image: int, text: int) -> float:
+        """FLOPs of a forward of one sample (a multiply-add is two), without adapters.
+
+        Args:
+            image, text: tokens in the sequence of the network; of a U-Net, `image` counts the cells of the latents.
+        """
+        image, text = (-(-count // self.more["padded"]) * self.more["padded"] for count in (image, text))
+        return sum(
+            term * monomial for term, monomial in zip(self.more["flops"], flop_monomials(image, text), strict=True)
+        )
+
+
+def flop_monomials(image: int, text: int) -> tuple[int, ...]:
+    """Terms of the FLOPs of a forward: of vectors of a sample, of matrices on each token, and of attention."""
+    return 1, image, text, image * image, image * text, text * text
 
 
 def monomials(height: int, width: int) -> tuple[int, int, int]:
@@ -100,15 +115,21 @@ def monomials(height: int, width: int) -> tuple[int, int, int]:
 
 def released_sizes(spec: FamilySpec) -> Released | None:
     """Sizes of a released model; None for a family of a plug-in."""
+    return _released(spec.family)
+
+
+@cache
+def _released(family: str) -> Released | None:
     stored: Any = json.loads(resources.files("retouch.families").joinpath(FILE).read_text(encoding="utf-8"))
-    found = stored.get(spec.family)
+    found = stored.get(family)
     if found is None:
         return None
     weights = [row for row in found["weights"] for row in _unfolded(*row)]
     shapes = {name: shape for name, shape, _ in weights}
     matrices = frozenset(name for name, _, whole in weights if whole)
     network = Sizes(shapes, found["buffers"], matrices, found["tables"])
-    return Released(network, found["others"], {name: found[name] for name in ("adapter", "decode") if name in found})
+    known = ("weights", "buffers", "tables", "others")
+    return Released(network, found["others"], {name: value for name, value in found.items() if name not in known})
 
 
 def _unfolded(

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Escapes of half a surrogate pair, which a whole pair has too."""
@@ -30,6 +30,16 @@ def loads(text: str | bytes, strict: bool = True, *, finite: bool = False, uniqu
         return _whole(_decoder(strict, finite, unique).decode(text), text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def table_of(value: object) -> dict[str, Any]:
+    """A value that is a JSON object, or the object of a JSON text in bytes; empty for anything else."""
+    if isinstance(value, bytes):
+        try:
+            value = loads(value)
+        except ValueError:
+            return {}
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 @cache

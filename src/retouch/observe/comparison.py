@@ -33,6 +33,7 @@ from retouch.observe.gallery import Gallery, Stored, gallery, image_inside, link
 from retouch.observe.measures import SECTIONS
 from retouch.observe.page import Block, Markup, Page, PageTable, document, part, table
 from retouch.observe.report import (
+    TONES,
     Record,
     Verdict,
     change_of,
@@ -40,8 +41,6 @@ from retouch.observe.report import (
     judgement,
     records_by_kind,
     subtitle,
-    tone,
-    verdict,
 )
 from retouch.observe.run_dir import read_config, read_metrics, reading_records, require_own
 from retouch.observe.settings import by_dotted_key, differing
@@ -127,15 +126,18 @@ def _write(runs: Mapping[str, Path], out: Path, sampled: Sampled | None, inside:
     unevaluated = [f"{record.name} has {_no_evaluation(record)}" for record in records if not record.evaluations]
     problems = [] if sampled else [*conflicts.values(), *reward_conflicts(records), *unevaluated]
     left_out = {run.name: set() if sampled else set(scored_differently(records[0], run)) for run in records}
+    notes = Markup("".join(part("verdict", Verdict("Note:", one, "warning")) for one in problems))
     verdicts = _verdicts(paired, columns, left_out)
     groups = groups_of(records)
     rewards = {name: entry for record in records for name, entry in record.rewards.items()}
-    images = Gallery({"items": []}, [], False) if sampled else _gallery(paired, out, inside)
+    # of the last evaluations that are paired, a column for each run
+    shown = [Stored(run.name, one.rows, one.files) for run in paired for one in _last_stored(run)]
+    images = Gallery({"items": []}, [], False) if sampled else gallery(shown, out, side_by_side=True, inside=inside)
     page = Page(
         " · ".join(runs) if len(runs) < 4 else f"{len(runs)} runs",
         [
             Block("html", "runs", _runs(groups)),
-            Block("html", "problems", Markup("".join(verdict(Verdict("Note:", one, "warning")) for one in problems))),
+            Block("html", "problems", notes),
             Block("html", "verdicts", _shown(verdicts)),
             Block("tools"),
             *(Block("charts", key, title=SECTIONS[key]) for key in ("reward", "measures")),
@@ -254,7 +256,7 @@ def _shown(verdicts: Sequence[str]) -> Markup:
     for text in verdicts:
         runs, _, rest = text.partition(": ")
         word, _, details = rest.partition("; ")
-        lines += verdict(Verdict(f"{runs}: {word}", details.partition("; ")[0], tone(word)))
+        lines += part("verdict", Verdict(f"{runs}: {word}", details.partition("; ")[0], word * (word in TONES)))
     if len(verdicts) <= _MOST_VERDICTS:
         return Markup(lines)
     return part("folded", f"{len(verdicts)} verdicts, each run against the first", "", Markup(lines))
@@ -284,12 +286,6 @@ def _table(paired: Sequence[RunRecord], columns: Mapping[str, Column], left_out:
     changes = {f"{run.name} − {paired[0].name}": partial(change, run=run.name) for run in paired[1:]}
     means = {column.title: column.means for column in columns.values()}
     return evaluation_table(means, changes, "differences are paired, over the images that both runs have.")
-
-
-def _gallery(paired: Sequence[RunRecord], page: Path, inside: bool | None) -> Gallery:
-    """The images of the last evaluations that are paired, a column for each run."""
-    columns = [Stored(run.name, one.rows, one.files) for run in paired for one in _last_stored(run)]
-    return gallery(columns, page, side_by_side=True, inside=inside)
 
 
 def _last_stored(run: RunRecord) -> list[Stored]:

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,18 +213,13 @@ def _rows(run: Path, folder: Path) -> list[Record]:
 
 def _measures(columns: Sequence[Stored]) -> list[str]:
     """Numbers of the rows: those of a verdict first, parts of a reward last."""
-    names = dict.fromkeys(_numbers(columns))
+    rows = (row for column in columns for row in column.rows)
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, float))
     first = [name for name in HEADLINE if name in names]
     return [
         *first,
         *sorted((name for name in names if name not in first), key=lambda name: ("." in name, name == DRIFT)),
     ]
-
-
-def _numbers(columns: Sequence[Stored]) -> Iterator[str]:
-    for column in columns:
-        for row in column.rows:
-            yield from (name for name, value in row.items() if isinstance(value, float))
 
 
 def _finite(value: object) -> float | None:

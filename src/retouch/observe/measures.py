@@ -132,6 +132,8 @@ def meaning_of(kind: str, name: str, rewards: Mapping[str, Any]) -> tuple[str, M
     Args:
         rewards: sections of the run file by name.
     """
+    # Known names come first. The others are made of names that a user chose ("reward.detail"): what they mean follows
+    # from the record they stand in and from the run file. "rest" shows what nobody foresaw.
     for section, known in _KNOWN.items():
         if name in known:
             return section, known[name]

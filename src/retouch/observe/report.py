@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 _CLEAR = 0.0005
 """Smallest difference that a verdict calls better or worse: less is shown as 0.000."""
 
-_TONES = {"better": "better", "worse": "worse"}
-"""Word of a verdict -> class of its colour."""
+TONES = ("better", "worse")
+"""Words of a verdict that are the class of its colour, too."""
 
 
 def leave_report(run: Path) -> None:
@@ -65,13 +65,9 @@ def write_report(run: Path, single_file: bool = False) -> Path:
     Raises:
         ConfigError: not a run directory, or files that are not of a run.
     """
-    with reading_records(run):
-        return _write(run, inside=True if single_file else None)
-
-
-def _write(run: Path, *, inside: bool | None) -> Path:
     path = run / "report.html"
-    write_whole(path, document(page_of(run, inside=inside, live=False)))
+    with reading_records(run):
+        write_whole(path, document(page_of(run, inside=True if single_file else None, live=False)))
     return path
 
 
@@ -157,14 +153,14 @@ def subtitle(config: Record, by_kind: dict[str, list[Record]]) -> str:
 
 def _verdict(points: dict[str, Record], rows: dict[str, list[Record]], rewards: Sequence[str]) -> Markup:
     if len(points) < 2:
-        return verdict(Verdict("", "No evaluation to compare yet."))
+        return part("verdict", Verdict("", "No evaluation to compare yet."))
     before_name, last_name = list(points)[-2:]
     before, last = points[before_name], points[last_name]
     word, parts = judgement(before, last, rows[before_name], rows[last_name], rewards)
     which = "held-out" if last["examples"] == "held_out" else "training"
     images = count_of(last["images"], f"{which} image")
     text = f"from {before_name} (step {before['step']}) to step {last['step']}, on {images}: {'; '.join(parts)}."
-    return verdict(Verdict(f"{word[:1].upper()}{word[1:]}:", text, _TONES.get(word, "")))
+    return part("verdict", Verdict(f"{word[:1].upper()}{word[1:]}:", text, word * (word in TONES)))
 
 
 def _left_out(run: Path, evaluations: Sequence[Record], compared: Sequence[Record]) -> Markup:
@@ -195,15 +191,6 @@ class Verdict:
     tone: str = ""
 
 
-def verdict(shown: Verdict) -> Markup:
-    return part("verdict", shown)
-
-
-def tone(word: str) -> str:
-    """The class of the colour of a verdict."""
-    return _TONES.get(word, "")
-
-
 def judgement(
     before: Record, after: Record, before_rows: Sequence[Record], after_rows: Sequence[Record], rewards: Sequence[str]
 ) -> tuple[str, list[str]]:
@@ -211,10 +198,10 @@ def judgement(
     accuracy, then the rewards, then drift), and every such measure with its paired difference."""
     both = [m for m in judged(rewards) if is_number(after.get(m)) and is_number(before.get(m))]
     changes = {m: change_of(before_rows, after_rows, m) for m in both}
-    parts = [f"{m} {before[m]:.3f} → {after[m]:.3f} ({interval(changes[m]) or 'no interval'})" for m in both]
+    parts = [f"{m} {before[m]:.3f} → {after[m]:.3f} ({interval_text(changes[m]) or 'no interval'})" for m in both]
     if not both:
         return "nothing to judge", parts
-    examples = len(set(_pairs(before_rows, after_rows, both[0])[0]))
+    examples = len(set(paired_values(before_rows, after_rows, both[0])[0]))
     if examples < MIN_EXAMPLES:
         return f"not judged: {examples} examples, and a verdict needs {MIN_EXAMPLES}", parts
     return _word(both[0], changes[both[0]]), parts
@@ -268,7 +255,7 @@ def _transfer_table(found: Transfer) -> Markup:
 def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change], note: str) -> Markup:
     """Measures by evaluation, then differences by title with their 95 % intervals."""
     lines = [
-        [m, *(number(c.get(m)) for c in columns.values()), *(interval(of(m)) or "–" for of in changes.values())]
+        [m, *(number(c.get(m)) for c in columns.values()), *(interval_text(of(m)) or "–" for of in changes.values())]
         for m in measures_of(list(columns.values()))
     ]
     head = ["", *columns, *(f"{title} [95 %]" for title in changes)]
@@ -278,12 +265,12 @@ def evaluation_table(columns: Mapping[str, Record], changes: Mapping[str, Change
 def change_of(before: Sequence[Record], after: Sequence[Record], measure: str) -> tuple[float, float, float] | None:
     """Paired difference over the images that both evaluations measured, with its interval over their examples; None
     for fewer than two examples."""
-    examples, new, old = _pairs(before, after, measure)
+    examples, new, old = paired_values(before, after, measure)
     return paired_difference(new, old, examples) if len(set(examples)) > 1 else None
 
 
-def _pairs(
-    before: Sequence[Record], after: Sequence[Record], measure: str
+def paired_values(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], measure: str
 ) -> tuple[list[Any], list[float], list[float]]:
     """Examples, values after and values before of the images that both evaluations measured."""
     earlier = {(r["example"], r["index"]): r.get(measure) for r in before}
@@ -393,6 +380,6 @@ def number(value: object) -> str:
     return f"{value:.4f}" if is_number(value) else "–"
 
 
-def interval(change: tuple[float, float, float] | None) -> str:
+def interval_text(change: tuple[float, float, float] | None) -> str:
     """A difference with its 95 % interval; "" for None."""
     return f"{change[0]:+.3f} [{change[1]:+.3f}, {change[2]:+.3f}]" if change else ""

@@ -127,6 +127,8 @@ class RunDir:
             return
         self.lock()
         _require_files(self.path)
+        # A crash may come at any line: what an earlier attempt left is moved away or cut before anything new is
+        # written, and config.yaml, by which other commands know a run, comes after that.
         metrics = self.path / "metrics.jsonl"
         if resume_step is None and self.config.resume != "auto":
             self.require_new()

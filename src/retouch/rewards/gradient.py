@@ -13,7 +13,7 @@ from retouch.errors import ConfigError
 from retouch.imaging.masks import MASK_THRESHOLD
 from retouch.rewards.protocol import RewardItem, Scorer, malformed, missing_needs, raised
 from retouch.rewards.table import NOT_FINITE, RewardTable
-from retouch.rewards.views import View, can_be_pasted, crop_box, viewed
+from retouch.rewards.views import View, can_be_pasted, view_box, viewed
 from retouch.types import Failure
 
 
@@ -140,7 +140,7 @@ def viewed_pixels(image: Tensor, item: RewardItem, view: View) -> tuple[Tensor, 
         inside = torch.from_numpy(item.mask >= MASK_THRESHOLD).to(image.device)
         source = torch.from_numpy(item.source.copy()).to(image).permute(2, 0, 1) / 255
         image = torch.where(inside, image, source)
-    box = crop_box(item, view.margin, view.least) if view.crop else None
+    box = view_box(item, view.margin, view.least) if view.crop else None
     if box is not None:
         left, top, right, bottom = box
         image = image[:, top:bottom, left:right]

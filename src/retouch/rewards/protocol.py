@@ -21,21 +21,6 @@ from retouch.rewards.foreign import CUT, MOST_CHARACTERS, one_line
 from retouch.rewards.quotes import quoted_text, quoted_texts
 from retouch.types import Failure, Outcome, Score
 
-FAILURE_CODES = {
-    "bad_item": "an input that the reward needs is missing, or an image cannot be read",
-    "scorer_error": "the scorer raised, or returned NaN, Inf or no number",
-    "unknown_reward": "the server does not have this reward",
-    "overloaded": "the queue is full; try again later",
-    "deadline": "the deadline passed before the item was scored",
-    "unavailable": "no server answered",
-    "worker_lost": "the process that scored the item ended before it was done; it is started again",
-    "quarantined": "the worker ended every time it scored this item alone; the item is not scored again",
-    "refused": "the server rejects the request and would again (a wrong token, too large, not of the protocol)",
-    "low_mass": "the judge gave its score tokens too little probability: it answered something else",
-    "budget_spent": "the judge's budget of requests, tokens or money is spent, or its account has no quota left",
-    "bad_reply": "the reply broke the protocol (missing, double or unknown items, NaN, a wrong type)",
-}
-
 PICTURES = ("image", "mask", "source", "reference")
 """Fields of an item that hold pixels."""
 

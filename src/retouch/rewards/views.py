@@ -56,7 +56,7 @@ def can_be_pasted(item: RewardItem) -> bool:
 
 def cropped(item: RewardItem, margin: float, least: int) -> RewardItem:
     """Image, mask and source within the mask box; unchanged without a mask of the image's size."""
-    box = crop_box(item, margin, least)
+    box = view_box(item, margin, least)
     if box is None:
         return item
     left, top, right, bottom = box
@@ -70,7 +70,7 @@ def cropped(item: RewardItem, margin: float, least: int) -> RewardItem:
     )
 
 
-def crop_box(item: RewardItem, margin: float, least: int) -> Box | None:
+def view_box(item: RewardItem, margin: float, least: int) -> Box | None:
     """The widened mask box in the item's image; None without a mask of the image's size."""
     size = item.image.shape[:2]
     if item.mask is None or item.mask.shape != size or not (item.mask >= MASK_THRESHOLD).any():

@@ -11,8 +11,9 @@ import base64
 import hashlib
 import io
 import re
+import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Literal
@@ -25,7 +26,6 @@ from retouch.files import plain_json
 from retouch.imaging.masks import mask_levels
 from retouch.imaging.reading import as_shown, to_rgb
 from retouch.rewards.messages import PROTOCOL_VERSION, ScoreReply, ScoreRequest, WireItem
-from retouch.rewards.metadata import metadata_bytes
 from retouch.rewards.protocol import Pixels, RewardItem, item_fields, item_from_fields, raw_bytes, raw_pixels
 
 MAX_PIXELS = 64 * 1024 * 1024
@@ -249,7 +249,7 @@ def decode_pixels(body: bytes, content_type: str, mode: Mode, share: Share) -> P
     """
     if content_type.startswith("image/x-raw"):
         return _decode_raw(body, content_type, mode, share)
-    if (size := metadata_bytes(body)) > _MAX_METADATA:
+    if (size := _metadata_bytes(body)) > _MAX_METADATA:
         raise BrokenMessage(f"{size} bytes of metadata, over the limit of {_MAX_METADATA}; send pixels only")
     try:
         with Image.open(io.BytesIO(body), formats=FORMATS) as image:
@@ -303,3 +303,35 @@ def problem_of(error: Exception) -> str:
         return str(error)
     found = error.errors(include_url=False, include_input=False, include_context=False)
     return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found)
+
+
+_OF_PIXELS = {b"IHDR", b"PLTE", b"IDAT", b"fdAT", b"VP8 ", b"VP8L", b"VP8X", b"ALPH", b"ANIM", b"ANMF"}
+
+
+def _metadata_bytes(body: bytes) -> int:
+    """Bytes of text, profiles, EXIF and unknown chunks of a PNG, WebP or JPEG file, which are not its pixels; 0 for any
+    other."""
+    if body.startswith(b"\x89PNG"):
+        return sum(size for kind, size in _chunks(body, 8, ">I4s", 4) if kind not in _OF_PIXELS)
+    if body[:4] == b"RIFF" and body[8:12] == b"WEBP":
+        return sum(size for kind, size in _chunks(body, 12, "<4sI", 0) if kind not in _OF_PIXELS)
+    return sum(_segments(body)) if body.startswith(b"\xff\xd8") else 0
+
+
+def _chunks(body: bytes, start: int, head: str, tail: int) -> Iterator[tuple[bytes, int]]:
+    """(kind, bytes that are there) of each chunk; `tail`: bytes of its checksum. RIFF pads to even sizes."""
+    while start + 8 <= len(body):
+        first, second = struct.unpack_from(head, body, start)
+        kind, size = (first, second) if isinstance(first, bytes) else (second, first)
+        yield kind, min(size, len(body) - start - 8)
+        start += 8 + size + (tail or size % 2)
+
+
+def _segments(body: bytes) -> Iterator[int]:
+    """Bytes of each APPn and COM segment before the scan of a JPEG file."""
+    at = 2
+    while at + 4 <= len(body) and body[at] == 0xFF and (kind := body[at + 1]) != 0xDA:
+        size = int.from_bytes(body[at + 2 : at + 4])
+        if 0xE0 <= kind <= 0xEF or kind == 0xFE:
+            yield size
+        at += 2 + size

@@ -10,9 +10,10 @@ from typing import Any
 
 from retouch.config import load_run
 from retouch.data.base import DataError, DataSection, ItemFiles
-from retouch.data.dataset import load_dataset, read_item
+from retouch.data.dataset import load_dataset
 from retouch.data.discover import CAPTIONS, MASKS
 from retouch.data.identity import content_of
+from retouch.data.item import read_item
 from retouch.data.lists import SUFFIXES, entries_of, read_text, suffix_of
 from retouch.errors import ConfigError, ImageProblem
 from retouch.files.disk import is_file
@@ -99,6 +100,8 @@ def _of_list(path: Path) -> Iterator[VotedImage]:
 
 
 def _of_folder(path: Path) -> Iterator[VotedImage]:
+    # Two layouts: with folders inside, each is a set of weights and equal names are of one example; without, numbers at
+    # the end of a name distinguish the samples of one example. A mask beside its image is no image to vote on.
     def images(folder: Path) -> list[Path]:
         return sorted(file for file in folder.iterdir() if file.suffix.lower() in _ENDINGS)
 

@@ -14,8 +14,8 @@ import torch
 from retouch.config.run import RunConfig
 from retouch.data.base import ItemFiles
 from retouch.data.buckets import Shape
-from retouch.data.dataset import read_item
 from retouch.data.formats.votes import VotesData
+from retouch.data.item import read_item
 from retouch.data.sampler import derive_seed
 from retouch.errors import ConfigError, DataError
 from retouch.imaging.reading import image_size

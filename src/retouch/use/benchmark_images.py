@@ -18,8 +18,9 @@ from retouch.benchmarks.outputs import Output, Shard, image_key, own
 from retouch.config import ConfigError, RunConfig
 from retouch.data.base import DataSection, ImageSection
 from retouch.data.buckets import Buckets
-from retouch.data.dataset import Dataset, Reading, all_embedded, read_item, shapes_of
+from retouch.data.dataset import Dataset, all_embedded, shapes_of
 from retouch.data.identity import digest
+from retouch.data.item import Reading, read_item
 from retouch.data.sampler import derive_seed
 from retouch.errors import ModelFilesError
 from retouch.files import plain_json

@@ -20,8 +20,8 @@ from retouch.benchmarks.observations import Observations, OutputIdentity, asked_
 from retouch.benchmarks.outputs import Output, find_file, item_digest
 from retouch.data.base import DataSection, ImageSection, ItemFiles
 from retouch.data.checking import in_threads, progress
-from retouch.data.dataset import read_item
 from retouch.data.identity import digest
+from retouch.data.item import read_item
 from retouch.errors import DataError, ImageProblem, RewardOutage
 from retouch.imaging.reading import open_image, to_rgb
 from retouch.lru import LruCache

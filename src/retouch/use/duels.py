@@ -8,32 +8,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from retouch.observe.statistics import paired_difference
 from retouch.process.plain_text import count_of
 from retouch.rewards.base import RewardEntry
-from retouch.rewards.protocol import Pixels, RewardItem
+from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.judge_budget import share_budgets
 from retouch.rewards.scorers.pairing import PairEntry, PairScorer, Preference, order_statistics
 from retouch.rewards.views import View, viewed
 from retouch.types import Example
 
+if TYPE_CHECKING:
+    from retouch.training.evaluation import Evaluation
+
 logger = logging.getLogger(__name__)
-
-
-class DuelImages(Protocol):
-    """The parts of an evaluation that are compared: a row, a composite and a raw image [H, W, 3] uint8 for each
-    sample."""
-
-    @property
-    def rows(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def images(self) -> Sequence[Pixels]: ...
-
-    @property
-    def raw(self) -> Sequence[Pixels]: ...
 
 
 def pair_judges(entries: Mapping[str, RewardEntry]) -> dict[str, PairEntry]:
@@ -47,7 +36,7 @@ def pair_judges(entries: Mapping[str, RewardEntry]) -> dict[str, PairEntry]:
 
 def win_rates(
     judges: Mapping[str, PairEntry],
-    results: Mapping[str, DuelImages],
+    results: Mapping[str, Evaluation],
     examples: Sequence[Example],
     pairs: Sequence[tuple[str, str]],
     spending: Path | None = None,
@@ -98,7 +87,7 @@ def win_rate_of(examples: Sequence[int], found: Sequence[Preference]) -> dict[st
     return {"win_rate": [0.5 + margin, low, high], "margin": margin, "pairs": len(found), **order_statistics(found)}
 
 
-def items_of(result: DuelImages, examples: Sequence[Example], entry: RewardEntry) -> dict[tuple[int, int], RewardItem]:
+def items_of(result: Evaluation, examples: Sequence[Example], entry: RewardEntry) -> dict[tuple[int, int], RewardItem]:
     """Items for a judge by example and index, with the view of the options of its entry."""
     from retouch.training.scoring import item_of
 

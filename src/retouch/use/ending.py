@@ -13,6 +13,7 @@ import numpy as np
 from retouch.adapters import FORMATS_OF
 from retouch.config import RunConfig
 from retouch.observe.measures import DRIFT, judged
+from retouch.observe.report import paired_values
 from retouch.observe.run_dir import read_metrics, rows_of
 from retouch.observe.settings import alike
 from retouch.observe.statistics import mean_of_each, paired_difference
@@ -91,7 +92,7 @@ def ending(config: RunConfig, run: Path) -> Ending:
         tuple(one["step"] for one in compared),
         last.get("examples") == "held_out",
         last.get("images", 0),
-        gains(rows[0], rows[1], judged(config.rewards)) if compared else {},
+        gains_at_end(rows[0], rows[1], judged(config.rewards)) if compared else {},
         str(report) if report.is_file() else None,
         next_commands(config, run),
     )
@@ -103,21 +104,14 @@ def _compared(evaluations: Sequence[Record]) -> list[Record]:
     return [first[-1], evaluations[-1]] if first and first[-1]["step"] < evaluations[-1]["step"] else []
 
 
-def gains(before: Sequence[Record], after: Sequence[Record], measures: Sequence[str]) -> dict[str, Gain]:
+def gains_at_end(before: Sequence[Record], after: Sequence[Record], measures: Sequence[str]) -> dict[str, Gain]:
     """The gains of measures between the rows of two evaluations, in which every example counts the same; without those
     that they share no image of."""
-    earlier = {(row["example"], row["index"]): row for row in before}
     found = dict[str, Gain]()
     for measure in measures:
-        pairs = [
-            (row["example"], old, new)
-            for row in after
-            if (new := row.get(measure)) is not None
-            and (old := earlier.get((row["example"], row["index"]), {}).get(measure)) is not None
-        ]
-        if not pairs:
+        examples, new, old = paired_values(before, after, measure)
+        if not examples:
             continue
-        examples, old, new = zip(*pairs, strict=True)
         mean, low, high = paired_difference(new, old, examples)
         limits = (low, high) if len({*examples}) > 1 else (None, None)
         ends = [float(mean_of_each(np.asarray(values, np.float64), examples).mean()) for values in (old, new)]

@@ -20,7 +20,7 @@ from retouch.engine.saved import saved_run_file, sound_state
 from retouch.errors import CheckpointError, ConfigError, InputError, first_line, shown
 from retouch.files.complete import complete_checkpoints
 from retouch.files.disk import file_problem, real_place, writing
-from retouch.use.trained import weights_folder
+from retouch.use.trained import chosen_weights
 
 if TYPE_CHECKING:
     from retouch.adapters.about import About
@@ -51,7 +51,8 @@ def export_weights(
         if not found:
             raise CheckpointError(f"{checkpoint} has no complete checkpoint yet")
         checkpoint = found[-1]
-    folder = _weights(real_place(checkpoint), raw)
+    checkpoint = real_place(checkpoint)
+    folder = chosen_weights(checkpoint, raw, evaluated_raw=raw is None and _evaluates_raw(checkpoint))
     instead_of_ema = folder.name == "weights" and (folder.parent / "ema").is_dir()
     if out is None:
         out = _export_folder(folder.parent, f"{to}-raw" if raw or instead_of_ema else to)
@@ -91,21 +92,12 @@ def export_weights(
     return written
 
 
-def _weights(checkpoint: Path, raw: bool | None) -> Path:
-    """The weights of a checkpoint that `raw` names; by default those that were evaluated.
-
-    Raises:
-        CheckpointError: no weights, or no EMA weights where they are named.
-    """
-    if raw is None and (checkpoint / "weights").is_dir() and (checkpoint / "ema").is_dir():
-        run = saved_run_file(sound_state(checkpoint), checkpoint)
-        if section_of(run, "evaluation").get("weights") == "raw":
-            logger.info("raw weights, as evaluation.weights sets; --ema exports the EMA weights of %s", checkpoint)
-            return weights_folder(checkpoint, raw=True)
-    folder = weights_folder(checkpoint, raw=bool(raw))
-    if raw is False and folder.name == "weights":
-        raise CheckpointError(f"{checkpoint} has no EMA weights; leave --ema out")
-    return folder
+def _evaluates_raw(checkpoint: Path) -> bool:
+    """Whether the run of a checkpoint with both evaluates its raw weights and not those of the EMA."""
+    if not all((checkpoint / part).is_dir() for part in ("weights", "ema")):
+        return False
+    run = saved_run_file(sound_state(checkpoint), checkpoint)
+    return section_of(run, "evaluation").get("weights") == "raw"
 
 
 def _about(run: Mapping[str, Any], checkpoint: Path, *, raw: bool) -> About:

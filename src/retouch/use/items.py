@@ -15,18 +15,19 @@ from retouch.config import ConfigError, RunConfig
 from retouch.config.errors import nearest
 from retouch.config.needs import needed_pictures, takes_references
 from retouch.data.base import FOLDERS, DataError, DataSection, ItemError, ItemFiles, ProtocolData
-from retouch.data.dataset import Dataset, check_item, in_place, load_dataset
+from retouch.data.dataset import Dataset, in_place, load_dataset
 from retouch.data.discover import data_at
 from retouch.data.formats.calligrapher import DEFAULT_TEMPLATE
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.formats.prompts import PromptsData
+from retouch.data.item import check_item
 from retouch.data.rules import require_more_images
 from retouch.families.prompts import PromptCheck, require_read
 from retouch.files.disk import on_disk
 from retouch.imaging.fitting import FITS, MaskCrop
-from retouch.imaging.masks import Box
+from retouch.imaging.masks import Box, mask_box
 from retouch.imaging.reading import PackedImage, open_image, packed, to_rgb
-from retouch.use.regions import ImageFile, boxes_mask, masks_of, places_of, template_prompt, text_metadata, united
+from retouch.use.regions import ImageFile, boxes_mask, masks_of, template_prompt, text_metadata, united
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +240,7 @@ def _region(source: ImageFile, request: SampleRequest, invert: bool) -> tuple[Im
     if len(files) < 2:
         return next(iter(files), None), ()
     masks = masks_of(files, open_image(source).size, invert)
-    return united(masks), places_of(masks)
+    return packed(united(masks), "--mask"), [mask_box(mask) for mask in masks]
 
 
 def _check_crop(config: RunConfig, request: SampleRequest) -> None:

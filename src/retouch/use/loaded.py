@@ -16,7 +16,7 @@ from retouch.adapters.train_ip_adapter import initial_adapter
 from retouch.adapters.trainee import Trainee, make_trainable
 from retouch.config import RunConfig
 from retouch.data.base import DataSection, ItemFiles
-from retouch.data.dataset import read_item
+from retouch.data.item import read_item
 from retouch.engine import Engine, Policy
 from retouch.errors import CheckpointError, ConfigError, first_line
 from retouch.families.base import Model

@@ -290,6 +290,8 @@ def _said(error: Exception) -> str:
 
 def _request(drawing: Drawing | None, asked: Asked, *, edits: bool, takes_image: bool = True) -> SampleRequest:
     """The request for `items_to_sample`; with `edits` an empty mask means the whole image."""
+    # A model that takes no image may still get one from a caller: `takes_image` decides. Without paint an edit repaints
+    # all of the image, and an inpainting has nothing to repaint.
     source = _source(drawing)
     mask = None if source is None or drawing is None else _mask(drawing["layers"] or (), source.size)
     if takes_image and source is None:

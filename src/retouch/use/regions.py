@@ -14,8 +14,8 @@ from PIL import Image
 from retouch.data.lists import line_fields
 from retouch.errors import ConfigError, ImageProblem
 from retouch.imaging.lines import TextLine
-from retouch.imaging.masks import Box, box_mask, mask_box, read_mask
-from retouch.imaging.reading import PackedImage, open_image, packed
+from retouch.imaging.masks import Box, box_mask, read_mask
+from retouch.imaging.reading import PackedImage, open_image
 from retouch.rewards.quotes import CLOSERS
 
 ImageFile = Path | PackedImage
@@ -42,7 +42,7 @@ def boxes_mask(boxes: Sequence[Box], size: tuple[int, int]) -> Image.Image:
         ConfigError: a box without pixels, or one outside the image.
     """
     try:
-        return _union([box_mask(box, size) for box in boxes])
+        return united([box_mask(box, size) for box in boxes])
     except ImageProblem as error:
         raise ConfigError(f"--box: {error}") from None
 
@@ -64,12 +64,8 @@ def masks_of(files: Sequence[ImageFile], size: tuple[int, int], invert: bool) ->
     return masks
 
 
-def united(masks: Sequence[Image.Image]) -> PackedImage:
-    """The union of several masks, as a file."""
-    return packed(_union(masks), "--mask")
-
-
-def _union(masks: Sequence[Image.Image]) -> Image.Image:
+def united(masks: Sequence[Image.Image]) -> Image.Image:
+    """The union of several masks."""
     return Image.fromarray(np.maximum.reduce([np.asarray(mask) for mask in masks]))
 
 
@@ -89,11 +85,6 @@ def text_metadata(texts: Sequence[str], places: Sequence[Box]) -> dict[str, Any]
     if len(places) < 2:
         return line_fields([TextLine(text) for text in texts])
     return line_fields([TextLine(text, _corners(place)) for text, place in zip(texts, places, strict=True)])
-
-
-def places_of(masks: Sequence[Image.Image]) -> list[Box]:
-    """The smallest box around each mask."""
-    return [mask_box(mask) for mask in masks]
 
 
 def _corners(box: Box) -> tuple[tuple[float, float], ...]:

@@ -18,8 +18,9 @@ from PIL import Image
 from retouch.algorithms.vlm_grpo.use import sample_trained
 from retouch.config import RunConfig
 from retouch.data.base import DataSection, ItemFiles
-from retouch.data.dataset import Dataset, Reading, all_embedded, read_item
+from retouch.data.dataset import Dataset, all_embedded
 from retouch.data.identity import content_of, files_of
+from retouch.data.item import Reading, read_item
 from retouch.data.sampler import derive_seed
 from retouch.errors import ConfigError
 from retouch.files.complete import COMPLETE

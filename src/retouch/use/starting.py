@@ -19,9 +19,9 @@ from retouch.config.errors import nearest
 from retouch.config.load import THIS_DIR, with_this_dir
 from retouch.config.needs import needed_pictures
 from retouch.data.base import DataError, ItemError, ItemFiles
-from retouch.data.dataset import examine
 from retouch.data.discover import Found, discover
 from retouch.data.formats.manifest import ManifestData
+from retouch.data.item import examine
 from retouch.data.split import split
 from retouch.data.texts import has_text
 from retouch.errors import ImageProblem
@@ -222,6 +222,8 @@ def _write_manifest(found: Found, manifest: Path) -> tuple[Path, Path | None, in
 
 def _run_file(run: _Run, out: Path) -> str:
     """The run file as text, with a comment for each choice."""
+    # Text and not a dumped config: a reader learns the keys from the comments beside them. Only keys that a first run
+    # is likely to change are written; the values of a tiny base are those with which it trains within minutes.
     family, tiny = run.family, run.tiny
     released = FAMILIES[family].model_fields["path"].default
     path = f"${{MODEL_PATH:-{released}}}" if run.model is None else run.model

@@ -111,6 +111,20 @@ def weights_folder(path: Path, *, raw: bool) -> Path:
     return path
 
 
+def chosen_weights(path: Path, raw: bool | None, *, evaluated_raw: bool) -> Path:
+    """`weights_folder` by what the caller chose; None takes those that the run evaluated.
+
+    Raises:
+        CheckpointError: no weights, or no EMA weights where they are chosen.
+    """
+    folder = weights_folder(path, raw=evaluated_raw if raw is None else raw)
+    if raw is None and folder != path and folder.name == "weights" and (path / "ema").is_dir():
+        logger.info("raw weights, as evaluation.weights sets; --ema takes the EMA weights of %s", path)
+    if raw is False and folder.name == "weights":
+        raise CheckpointError(f"{path} has no EMA weights; leave --ema out")
+    return folder
+
+
 def _chosen(path: Path, config: RunConfig, raw: bool | None) -> Path:
     """The folder of weights to load; of a style adapter also a bare file, or a folder with only its .bin."""
     # Other programs pass a style adapter on as one file, or a folder with its .bin alone. Everything else is a
@@ -126,12 +140,7 @@ def _chosen(path: Path, config: RunConfig, raw: bool | None) -> Path:
             raise CheckpointError(f"{path}: a file has no raw or EMA weights to choose; leave --raw and --ema out")
         verify_weights(adapter.parent)
         return adapter
-    folder = weights_folder(path, raw=config.evaluation.weights == "raw" if raw is None else raw)
-    if raw is None and folder != path and folder.name == "weights" and (path / "ema").is_dir():
-        logger.info("using raw weights, as evaluation.weights sets; --ema uses the EMA weights of %s", path)
-    if raw is False and folder.name == "weights":
-        raise CheckpointError(f"{path} has no EMA weights; leave --ema out")
-    return folder
+    return chosen_weights(path, raw, evaluated_raw=config.evaluation.weights == "raw")
 
 
 def _stage(folder: Path, config: RunConfig) -> str:

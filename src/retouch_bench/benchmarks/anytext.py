@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Literal, cast
 
 from PIL import Image
 
-from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means, numbered
-from retouch.data.base import DataSection, ItemFiles
+from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means
+from retouch.data.base import DataSection
 from retouch_bench.formats.anytext import SIDE, AnyTextData, TextFluxData
 from retouch_bench.scorers.anytext import LineReading, Table, compare
 
@@ -66,6 +66,7 @@ class AnyText(Benchmark):
 
     title: ClassVar[str] = "AnyText-benchmark, generation"
     source: ClassVar[str] = _SOURCE
+    file: ClassVar[str] = "{key}_{index}.jpg"
     official: ClassVar[Official] = Official(
         images_per_item=4,
         resolution=(SIDE, SIDE),
@@ -89,9 +90,6 @@ class AnyText(Benchmark):
 
     def data(self) -> DataSection:
         return self.sized(AnyTextData(path=self.path, protocol="generation"))
-
-    def file_name(self, item: ItemFiles, index: int) -> str:
-        return f"{item.metadata['key']}_{index}.jpg"
 
     def prepared(self, image: Image.Image, source: Image.Image | None, mask: Image.Image | None) -> Image.Image:
         """The output at the size in which the polygons are given: that of the source, if there is one."""
@@ -146,6 +144,7 @@ class TextFlux(Benchmark):
 
     title: ClassVar[str] = "TextFlux, ReCTS"
     source: ClassVar[str] = "arXiv 2505.17778; hub yyyyyxie/textflux-test-datasets"
+    file: ClassVar[str] = "{key}.jpg"
     official: ClassVar[Official] = Official(
         settings={"steps": 30, "guidance_scale": 30, "seed": 42, "layout": "a strip with the text above the image"}
     )
@@ -166,9 +165,6 @@ class TextFlux(Benchmark):
 
     def data(self) -> DataSection:
         return self.sized(TextFluxData(path=self.path, part=self.part, fit="stretch"))
-
-    def file_name(self, item: ItemFiles, index: int) -> str:
-        return numbered(f"{item.metadata['key']}.jpg", index)
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Exact lines and NED in percent, over all images."""

@@ -48,12 +48,10 @@ class CalligrapherSelf(Calligrapher):
 
     name: Literal["calligrapher_self"] = "calligrapher_self"
     title: ClassVar[str] = "Calligrapher self"
+    file: ClassVar[str] = "test{id}_{index}.png"
 
     def data(self) -> DataSection:
         return self.sized(SelfBenchData(path=self.path, fit="stretch", reference="mask_box"))
-
-    def file_name(self, item: ItemFiles, index: int) -> str:
-        return f"test{item.id}_{index}.png"
 
 
 class CalligrapherCross(Calligrapher):
@@ -61,13 +59,10 @@ class CalligrapherCross(Calligrapher):
 
     name: Literal["calligrapher_cross"] = "calligrapher_cross"
     title: ClassVar[str] = "Calligrapher cross"
+    file: ClassVar[str] = "{id:04d}_test{item}_ref{reference_item}_{index}.png"
 
     def data(self) -> DataSection:
         return self.sized(CrossBenchData(path=self.path, fit="stretch"))
 
     def key(self, item: ItemFiles) -> str:
         return f"{item.id}"
-
-    def file_name(self, item: ItemFiles, index: int) -> str:
-        about = item.metadata
-        return f"{item.id:04d}_test{about['item']}_ref{about['reference_item']}_{index}.png"

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, numbered
-from retouch.data.base import DataSection, ItemFiles
+from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow
+from retouch.data.base import DataSection
 from retouch_bench.formats.cvtg import CvtgData
 
 
@@ -38,9 +38,6 @@ class Cvtg(Benchmark):
 
     def data(self) -> DataSection:
         return self.sized(CvtgData(path=self.path, part=self.part))
-
-    def file_name(self, item: ItemFiles, index: int) -> str:
-        return numbered(f"{item.metadata['key']}.png", index)
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Word accuracy and NED over all words, and word accuracy by the number of texts."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from PIL import Image
 
-from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, mean, means, numbered
+from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, mean, means
 from retouch.data.base import DataSection, ItemFiles
 from retouch_bench.formats.gedit import TASKS, GEditData
 
@@ -39,6 +39,7 @@ class GEdit(Benchmark):
 
     title: ClassVar[str] = "GEdit-Bench"
     source: ClassVar[str] = "arXiv 2504.17761; hub stepfun-ai/GEdit-Bench"
+    file: ClassVar[str] = "fullset/{key}.png"
     official: ClassVar[Official] = Official(
         scorers={"viescore": "gpt-4.1"},
         settings={
@@ -71,9 +72,6 @@ class GEdit(Benchmark):
 
     def key(self, item: ItemFiles) -> str:
         return "{task_type}/{instruction_language}/{key}".format(**item.metadata)
-
-    def file_name(self, item: ItemFiles, index: int) -> str:
-        return numbered(f"fullset/{self.key(item)}.png", index)
 
     def prepared(self, image: Image.Image, source: Image.Image | None, mask: Image.Image | None) -> Image.Image:
         """The output at the size of the source, bicubic, as published."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, mean
-from retouch.data.base import DataSection, ItemFiles
+from retouch.data.base import DataSection
 from retouch_bench.formats.geneval import GenEvalData
 from retouch_bench.scorers.geneval_verdict import TAGS
 
@@ -23,6 +23,7 @@ class GenEval(Benchmark):
 
     title: ClassVar[str] = "GenEval"
     source: ClassVar[str] = "arXiv 2310.11513; github djghosh13/geneval, prompts/evaluation_metadata.jsonl"
+    file: ClassVar[str] = "{id:05d}/samples/{index:04d}.png"
     official: ClassVar[Official] = Official(
         images_per_item=4,
         items=553,
@@ -44,9 +45,6 @@ class GenEval(Benchmark):
 
     def data(self) -> DataSection:
         return self.sized(GenEvalData(path=self.path))
-
-    def file_name(self, item: ItemFiles, index: int) -> str:
-        return f"{item.id:05d}/samples/{index:04d}.png"
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """The share of right images of each task; `overall` is the mean of these; `images` is the share of all images;

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, mean, numbered
+from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, mean
 from retouch.config.base import Text
-from retouch.data.base import DataSection, ItemFiles
+from retouch.data.base import DataSection
 from retouch.files.disk import expanded
 from retouch_bench.formats.imgedit import ImgEditData
 from retouch_bench.scorers.imgedit import TYPES
@@ -60,9 +60,6 @@ class ImgEdit(Benchmark):
 
     def data(self) -> DataSection:
         return self.sized(ImgEditData(path=self.path, images=self.images))
-
-    def file_name(self, item: ItemFiles, index: int) -> str:
-        return numbered(f"{self.key(item)}.png", index)
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """The mean of each type, rounded to 2 places as published; `overall` is the mean of these; `micro` is the mean

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means
-from retouch.data.base import DataSection, ItemFiles
+from retouch.data.base import DataSection
 from retouch.data.formats.prompts import PromptsData
 
 
@@ -17,6 +17,7 @@ class OcrPrompts(Benchmark):
 
     title: ClassVar[str] = "Flow-GRPO OCR prompts"
     source: ClassVar[str] = "arXiv 2505.05470; github yifan123/flow_grpo, dataset/ocr/test.txt"
+    file: ClassVar[str] = "{id:05d}_{index}.png"
     official: ClassVar[Official] = Official(
         resolution=(512, 512), settings={"reader": "PaddleOCR 2.9.1, English", "steps": 40, "guidance_scale": 4.5}
     )
@@ -29,9 +30,6 @@ class OcrPrompts(Benchmark):
 
     def data(self) -> DataSection:
         return self.sized(PromptsData(path=self.path))
-
-    def file_name(self, item: ItemFiles, index: int) -> str:
-        return f"{item.id:05d}_{index}.png"
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Means over images: the published reward, and NED and exact match, which also count further text."""

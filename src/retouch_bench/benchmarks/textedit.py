@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal, cast
 
 from PIL import Image
 
-from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, means, numbered
-from retouch.data.base import DataSection, ItemFiles
+from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, means
+from retouch.data.base import DataSection
 from retouch_bench.formats.textedit import TextEditData
 from retouch_bench.scorers.textedit_judge import PARTS
 
@@ -43,6 +43,7 @@ class TextEdit(Benchmark):
 
     title: ClassVar[str] = "TextEdit"
     source: ClassVar[str] = "arXiv 2603.09877; hub opencompass/TextEdit"
+    file: ClassVar[str] = "{key}"
     official: ClassVar[Official] = Official(settings={"reader": "PaddleOCR 2.10, English, angle classifier"})
     caveats: ClassVar[Sequence[str]] = ("texts are read by the engine of the reward, not by PaddleOCR 2.10",)
     published: ClassVar[Sequence[PublishedRow]] = tuple(
@@ -71,9 +72,6 @@ class TextEdit(Benchmark):
 
     def data(self) -> DataSection:
         return self.sized(TextEditData(path=self.path, part=self.part, image_root=self.image_root, fit="stretch"))
-
-    def file_name(self, item: ItemFiles, index: int) -> str:
-        return numbered(str(item.metadata["key"]), index)
 
     def prepared(self, image: Image.Image, source: Image.Image | None, mask: Image.Image | None) -> Image.Image:
         """The output as it is: the scorer brings it to the size of the source, as published."""

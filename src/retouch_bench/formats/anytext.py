@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, Template, item_or_error
-from retouch.data.lists import line_fields, lines_mask, listed_in
+from retouch.data.lists import data_list_of, line_fields, lines_mask
 from retouch.data.remote import local_path
 from retouch.files.disk import file_in, is_file, on_disk
 from retouch.imaging.lines import TextLine, parse_lines, placed
@@ -53,7 +53,7 @@ class AnnotatedData(ImageSection):
             raise DataError(f"data.path: {file}: no such file, which names images, captions and lines")
         found = [
             item_or_error(f"{file.name} {number}", self._entry, number, entry, file.parent)
-            for number, entry in enumerate(listed_in(file))
+            for number, entry in enumerate(data_list_of(file))
         ]
         return [item for item in found if isinstance(item, ItemError) or item.metadata]
 
@@ -112,10 +112,7 @@ class AnyTextData(AnnotatedData):
     protocol: Literal["generation", "editing"] = "generation"
     """"generation": an image from nothing, with every line at its polygon. "editing": the image is the source and the
     polygons of all lines are the mask."""
-
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        return (path / _LIST).is_file()
+    marks: ClassVar[tuple[str, ...]] = (_LIST,)
 
     def json_file(self) -> Path:
         return file_in(local_path(self.path), _LIST)
@@ -140,10 +137,7 @@ class TextFluxData(AnnotatedData):
     """"other": another word is written (editing); "ori": the word that stands there; "Japan": Japanese."""
     image_root: str | None = None
     """Folder of the images; null is the one below the JSON file that has them."""
-
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        return any((path / name).is_file() for name in _PARTS.values())
+    marks: ClassVar[tuple[str, ...]] = tuple(_PARTS.values())
 
     def json_file(self) -> Path:
         file = file_in(local_path(self.path), _PARTS[self.part])

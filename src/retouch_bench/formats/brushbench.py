@@ -12,7 +12,6 @@ import io
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -54,10 +53,7 @@ class BrushBenchData(ImageSection):
     usual. They are sampled by the id of the image."""
 
     expects: ClassVar[str] = f"a {MAPPING}"
-
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        return (path / MAPPING).is_file()
+    marks: ClassVar[tuple[str, ...]] = (MAPPING,)
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         """The items of the mapping file; an id is the key if all keys are numbers, else the position."""

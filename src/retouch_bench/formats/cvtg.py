@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import fields_of, listed_in, text_fields
+from retouch.data.lists import data_list_of, fields_of, text_fields
 from retouch.data.remote import local_path
 
 _STYLES = ("CVTG", "CVTG-Style")
@@ -28,10 +28,7 @@ class CvtgData(DataSection):
     """Folder to read: plain prompts, prompts with styles, or both."""
 
     has_texts: ClassVar[bool] = True
-
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        return any((path / style / "2.json").is_file() for style in _STYLES)
+    marks: ClassVar[tuple[str, ...]] = tuple(f"{style}/2.json" for style in _STYLES)
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         folder = local_path(self.path)
@@ -44,7 +41,7 @@ class CvtgData(DataSection):
     def _file(self, file: Path, part: str, first: int) -> list[ItemFiles | ItemError]:
         if not file.is_file():
             raise DataError(f"data.path: {file}: no such file; CVTG-2K has {part}.json")
-        entries = enumerate(listed_in(file))
+        entries = enumerate(data_list_of(file))
         return [item_or_error(f"{part} {i}", self._item, entry, first + i, part) for i, entry in entries]
 
     def _item(self, given: Any, number: int, part: str) -> ItemFiles:

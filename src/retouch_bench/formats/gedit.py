@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import field_validator
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, ProtocolData, chosen, item_or_error
-from retouch.data.lists import require_texts
+from retouch.data.lists import require_text_keys
 from retouch.data.tables import Table, content_digest, hub_table, image_of, in_part, tables_of
 from retouch.imaging.fitting import Fit
 
@@ -81,7 +81,7 @@ class GEditData(ProtocolData):
 
 
 def _item(number: int, image: Any, about: Mapping[str, Any], intersection: object) -> ItemFiles:
-    require_texts(about, *_COLUMNS)
+    require_text_keys(about, *_COLUMNS)
     if about["task_type"] not in TASKS or about["instruction_language"] not in ("en", "cn"):
         raise DataError(
             f"task_type {about['task_type']!r} or instruction_language {about['instruction_language']!r} is none of "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import entries_of, fields_of, require_texts, suffix_of
+from retouch.data.lists import entries_of, fields_of, require_text_keys, suffix_of
 from retouch.data.remote import local_path
 from retouch.files.disk import file_in
 
@@ -41,7 +41,7 @@ class GenEvalData(DataSection):
 
 def _item(entry: Any, position: int) -> ItemFiles:
     fields = fields_of(entry)
-    require_texts(fields, "prompt")
+    require_text_keys(fields, "prompt")
     tag = fields.get("tag")
     if not isinstance(tag, str):
         raise DataError(f"tag is {tag!r}; it must be a string")

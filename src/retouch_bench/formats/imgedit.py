@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from retouch.config.base import Text
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import fields_of, number_of, parsed, read_text, require_texts
+from retouch.data.lists import fields_of, number_of, parsed, read_text, require_text_keys
 from retouch.data.remote import local_path
 from retouch.files.disk import file_in, is_file, on_disk
 from retouch.imaging.fitting import Fit
@@ -58,7 +58,7 @@ class ImgEditData(DataSection):
 
 def _item(key: str, entry: Any, folder: Path) -> ItemFiles:
     fields = fields_of(entry)
-    require_texts(fields, "id", "prompt", "edit_type")
+    require_text_keys(fields, "id", "prompt", "edit_type")
     return ItemFiles(
         id=number_of(key, "the key"),
         prompt=fields["prompt"],

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, DataSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import entries_of, fields_of, require_texts, text_fields
+from retouch.data.lists import entries_of, fields_of, require_text_keys, text_fields
 from retouch.data.remote import local_path
 from retouch.files.disk import file_in
 
@@ -52,7 +52,7 @@ class LongTextData(DataSection):
         number = entry.get("prompt_id")
         if not isinstance(number, int) or isinstance(number, bool):
             raise DataError(f"prompt_id is {number!r}; it must be an integer")
-        require_texts(entry, "prompt", remedy="; each entry needs one")
+        require_text_keys(entry, "prompt", remedy="; each entry needs one")
         texts = text_fields({"text": entry.get("text")})
         if not texts:
             raise DataError("text missing; each entry needs a list of texts")

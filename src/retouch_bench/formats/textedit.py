@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, item_or_error
-from retouch.data.lists import entries_of, fields_of, require_texts
+from retouch.data.lists import entries_of, fields_of, require_text_keys
 from retouch.data.remote import local_path
 from retouch.files.disk import is_file, on_disk
 
@@ -33,10 +33,7 @@ class TextEditData(ImageSection):
     """Folder that the images' names start from; null is `data` in `path`, or `path` itself if it has none."""
 
     has_texts: ClassVar[bool] = True
-
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        return (path / "eval_prompts").is_dir()
+    marks: ClassVar[tuple[str, ...]] = ("eval_prompts",)
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         folder = local_path(self.path)
@@ -56,7 +53,7 @@ class TextEditData(ImageSection):
 
     def _item(self, given: Any, number: int, category: str, root: Path) -> ItemFiles:
         entry = fields_of(given)
-        require_texts(entry, "prompt", "original_image", "source_text", "target_text")
+        require_text_keys(entry, "prompt", "original_image", "source_text", "target_text")
         truth = entry.get("gt_image")
         return ItemFiles(
             number,

@@ -17,12 +17,11 @@ from PIL import Image
 from pydantic import model_validator
 
 from retouch.config.base import Count, NonNegative, Text
-from retouch.errors import ConfigError, shown
+from retouch.errors import shown
 from retouch.files import plain_json
-from retouch.files.disk import expanded
 from retouch.imaging.fitting import of_size
 from retouch.rewards.protocol import RewardItem, text_to_read
-from retouch.rewards.scorers.copied_texts import constants_of
+from retouch.rewards.scorers.copied_texts import copied_text
 from retouch.rewards.scorers.judge_client import image_part
 from retouch.rewards.scorers.judged import (
     PUBLISHED,
@@ -118,8 +117,12 @@ class TextEditJudgeScorer(JudgeScorer[TextEditJudgeReward]):
     """The weighted mean; its detail has the five integers and their shares after the cutoff."""
 
     def __init__(self, options: TextEditJudgeReward) -> None:
-        o = options
-        self.question = read_question(o.prompts or "") if o.wording == "published" else _QUESTION
+        o, self.question = options, _QUESTION
+        if o.wording == "published":
+            prompts = o.prompts or ""
+            copied = copied_text("textedit_judge", prompts, [_BEFORE, _AFTER], _WHERE)
+            # a Python file holds a text for str.format
+            self.question = copied.replace("{{", "{").replace("}}", "}") if prompts.endswith(".py") else copied
         super().__init__(o, self.question, o.cutoff, o.temperature, o.max_tokens)
 
     def _first_question(self, item: RewardItem) -> object:
@@ -202,22 +205,3 @@ def _integer(value: object, name: str, given: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value not in SHARES:
         raise ValueError(f"{name} must be an integer from 1 to 5; given {shown(given)}")
     return value
-
-
-def read_question(path: str) -> str:
-    """The question of the user's copy, whose Python file is parsed and not run.
-
-    Raises:
-        ConfigError: no such file, or no question with both texts in it.
-    """
-    where, file = f"reward 'textedit_judge': prompts: given {path!r}", expanded(path)
-    if not file.is_file():
-        raise ConfigError(f"{where}, which is no file; set it to your copy of {_WHERE}")
-    try:
-        texts = constants_of(file) if file.suffix == ".py" else [file.read_text(encoding="utf-8")]
-    except ValueError as error:
-        raise ConfigError(f"{where}, which cannot be read: {error}; give {_WHERE}") from None
-    found = [text for text in texts if _BEFORE in text and _AFTER in text]
-    if not found:
-        raise ConfigError(f"{where}, which has no text with {_BEFORE} and {_AFTER}; give {_WHERE}")
-    return found[0].replace("{{", "{").replace("}}", "}") if file.suffix == ".py" else found[0]

@@ -64,10 +64,7 @@ class SelfBenchData(CalligrapherData):
     one, for sources whose masked region holds nothing to imitate."""
 
     expects: ClassVar[str] = f"a {SELF_BENCH}"
-
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        return (path / SELF_BENCH).is_file()
+    marks: ClassVar[tuple[str, ...]] = (SELF_BENCH,)
 
     def listing(self) -> Path:
         return local_path(self.path) / self.list_file
@@ -105,10 +102,7 @@ class CrossBenchData(CalligrapherData):
     """File of the folder that lists the items."""
 
     expects: ClassVar[str] = f"a {CROSS_BENCH}"
-
-    @classmethod
-    def recognises(cls, path: Path) -> bool:
-        return (path / CROSS_BENCH).is_file()
+    marks: ClassVar[tuple[str, ...]] = (CROSS_BENCH,)
 
     def list_items(self) -> list[ItemFiles | ItemError]:
         name, items = Path(self.list_file).name, list[ItemFiles | ItemError]()

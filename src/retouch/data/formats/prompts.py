@@ -18,7 +18,7 @@ from retouch.data.lists import (
     fields_of,
     id_of,
     lines_of,
-    require_texts,
+    require_text_keys,
     suffix_of,
     text_fields,
 )
@@ -67,7 +67,7 @@ class PromptsData(DataSection):
 
     def _item(self, given: Any, position: int) -> ItemFiles:
         entry, key = fields_of(given), self.prompt_key
-        require_texts(entry, key, remedy="; each entry needs one")
+        require_text_keys(entry, key, remedy="; each entry needs one")
         others = {name: value for name, value in entry.items() if name != key}
         metadata = {name: value for name, value in others.items() if name not in ("id", *TEXT_KEYS)}
         return ItemFiles(id=id_of(entry, position), prompt=entry[key], metadata=metadata | text_fields(others))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -23,15 +24,19 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from torch import Tensor, nn
 from transformers import ByT5Tokenizer, CLIPTextModel, T5EncoderModel
 
+from retouch.errors import first_line
 from retouch.families import tiny
 from retouch.families.diffusion import FamilyModel, unpack
-from retouch.families.flux.embeddings import GIVEN, given_embeddings
 from retouch.families.flux.spec import FluxSection
 from retouch.families.guidance import adapter_inputs, doubled, guided, halves
 from retouch.families.inputs import reference_inputs
 from retouch.families.loading import ModelFilesError
 from retouch.families.text import Networks, TextEncoder, TextEncoders
+from retouch.files.saved_tensors import DamagedFile, load_saved
 from retouch.types import Condition, Example
+
+GIVEN = {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
+"""Name in the condition -> key in a file of embeddings."""
 
 
 class FluxModel(FamilyModel):
@@ -169,3 +174,28 @@ def tiny_parts(in_channels: int) -> dict[str, Any]:
         "tokenizer_2": ByT5Tokenizer(extra_ids=0, model_max_length=tiny.TEXT_TOKENS),
         "transformer": transformer,
     }
+
+
+def given_embeddings(path: Path) -> dict[str, Tensor]:
+    """Read a torch file with T5's states [S, D] or [1, S, D], or a dict with them as `prompt_embeds` and optionally
+    `pooled_prompt_embeds` [D] or [1, D] -> `text` [S, D] and, if present, `pooled` [D].
+
+    Raises:
+        ModelFilesError: not such a file.
+    """
+    try:
+        found: Any = load_saved(path)
+    except (OSError, DamagedFile) as error:
+        raise ModelFilesError(f"{path}: no torch file of tensors ({first_line(error)})") from None
+    tensors: dict[Any, Any] = {"prompt_embeds": found} if isinstance(found, Tensor) else found
+    given: dict[str, Tensor] = {}
+    for (name, key), rank in zip(GIVEN.items(), (2, 1), strict=True):
+        tensor = tensors.get(key) if isinstance(tensors, dict) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(tensor, Tensor):
+            tensor = tensor[0] if tensor.ndim == rank + 1 and len(tensor) == 1 else tensor
+            if tensor.ndim != rank:
+                raise ModelFilesError(f"{path}: {key} is {list(tensor.shape)}; it must have {rank} dimensions")
+            given[name] = tensor
+    if "text" not in given:
+        raise ModelFilesError(f"{path}: holds no tensor, and no dict with prompt_embeds")
+    return given

@@ -132,9 +132,6 @@ class Flux2Model(FamilyModel):
                 f"model.family to the one of these weights, or use {self.spec.hub_ids[0]}"
             )
 
-    def input_channels(self) -> int:
-        return self.spec.latent_channels
-
     def schedule(self, num_steps: int, size: tuple[int, int]) -> Schedule:
         """With a shift of the image tokens and of the number of steps; a scheduler without dynamic shifting has its
         own."""

@@ -143,9 +143,6 @@ class QwenImage21(FamilyModel):
         scheduler = FlowMatchEulerDiscreteScheduler(**SHIFTED, shift_terminal=0.02)
         return QwenImage21Pipeline(scheduler, vae, _tiny_qwen3_vl(width), processor, transformer)
 
-    def input_channels(self) -> int:
-        return self.spec.latent_channels
-
     def image_tokens(self, size: tuple[int, int]) -> int:
         return (size[0] // self.spec.downsampling) * (size[1] // self.spec.downsampling)
 

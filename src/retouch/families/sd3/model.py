@@ -106,9 +106,6 @@ class Sd3(FamilyModel):
             tokenizer_3=ByT5Tokenizer(extra_ids=0, model_max_length=tiny.TEXT_TOKENS),  # type: ignore[arg-type]
         )
 
-    def input_channels(self) -> int:
-        return self.spec.latent_channels
-
     def require_size(self, size: tuple[int, int]) -> None:
         """As `FamilyModel.require_size`; also for images larger than the table of positions."""
         super().require_size(size)

@@ -75,9 +75,6 @@ class ZImage(FamilyModel):
             transformer=transformer,
         )
 
-    def input_channels(self) -> int:
-        return self.spec.latent_channels
-
     @torch.no_grad()
     def encode(self, examples: Sequence[Example], guidance_scale: float) -> Condition:
         """Text and, if there are sources, their latents and the mask, of examples of one size; a `guidance_scale` above

@@ -97,7 +97,7 @@ class Declaration:
 
 def _declaration(told: object) -> Declaration:
     """The declaration of a scorer at /info; nothing where it is not of the protocol."""
-    fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+    fields = plain_json.table_of(told)
     try:
         low, high = (float(bound) for bound in fields["range"])
         return Declaration(str(fields["revision"]), low, high)
@@ -167,7 +167,7 @@ class Exchange:
                 if status != 200:
                     final = status_of(body, self._token).status == "failed"
                     return NotReady(f"{url}: not ready (HTTP {status}): {self._clean(_text(body))}", final)
-                info = _json_object((await self._fetch("GET", url, "/info", _MAX_STATUS, limits))[2])
+                info = plain_json.table_of((await self._fetch("GET", url, "/info", _MAX_STATUS, limits))[2])
         except TimeoutError:
             return NotReady(f"{url}: no answer within {timeout_s:.1f} s")
         except (httpx.HTTPError, BrokenMessage) as error:
@@ -181,8 +181,7 @@ class Exchange:
         return None
 
     def _declare(self, url: str, info: Mapping[str, Any]) -> None:
-        told = info.get("scorers")
-        scorers = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+        scorers = plain_json.table_of(info.get("scorers"))
         self._declared[url] = {name: _declaration(scorers.get(name)) for name in self._rewards}
 
     async def _keep_declared(self, url: str, revisions: dict[str, str], until: float) -> None:
@@ -200,7 +199,9 @@ class Exchange:
         """The server's reply of /info; empty if it does not answer."""
         try:
             async with asyncio.timeout(timeout_s):
-                return _json_object((await self._fetch("GET", url, "/info", _MAX_STATUS, httpx.Timeout(CONNECT_S)))[2])
+                return plain_json.table_of(
+                    (await self._fetch("GET", url, "/info", _MAX_STATUS, httpx.Timeout(CONNECT_S)))[2]
+                )
         except (httpx.HTTPError, TimeoutError, BrokenMessage) as error:
             logger.warning("%s", self._clean(f"{url}: {type(error).__name__} {error}".strip()))
             return {}
@@ -313,12 +314,3 @@ def no_answer(column: Sequence[Outcome]) -> Failure | None:
 def _text(body: bytes) -> str:
     """The start of a reply, for a message."""
     return body[:4096].decode("utf-8", "replace")
-
-
-def _json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a reply; empty for anything else."""
-    try:
-        value: object = plain_json.loads(body)
-    except ValueError:
-        return {}
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -8,8 +8,9 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
+from retouch.files import plain_json
 from retouch.rewards.foreign import CUT, one_line
 
 _LONGEST = 400  # characters of a revision
@@ -94,10 +95,9 @@ class Revisions:
     def learn(self, infos: Mapping[str, Mapping[str, Any]]) -> None:
         """Record replies of /info by server."""
         for url, info in infos.items():
-            scorers = info.get("scorers")
+            scorers = plain_json.table_of(info.get("scorers"))
             for name in self._of:
-                scorer = cast("dict[str, Any]", scorers).get(name) if isinstance(scorers, dict) else None
-                revision = cast("dict[str, Any]", scorer).get("revision") if isinstance(scorer, dict) else None
+                revision = plain_json.table_of(scorers.get(name)).get("revision")
                 if isinstance(revision, str):
                     self.note(url, name, revision)
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import httpx
 
@@ -265,11 +265,7 @@ class ServerStatus(NamedTuple):
 
 def status_of(body: bytes, token: str | None) -> ServerStatus:
     """The status in a reply of /readyz; "unknown" for one that is not of the protocol."""
-    try:
-        value: object = plain_json.loads(body)
-    except ValueError:
-        return ServerStatus("unknown")
-    told = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    told = plain_json.table_of(body)
     if told.get("status") not in ("ready", "loading", "failed"):
         return ServerStatus("unknown")
     return ServerStatus(told["status"], one_line(str(told.get("problem") or ""), token))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,25 +21,7 @@ from retouch.rewards.protocol import Pixels
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-class Predictor(Protocol):
-    """A segmenter of one image after another."""
-
-    def set_image(self, image: Pixels) -> None:
-        """Encode an image [h, w, 3]; the calls of `predict` refer to it."""
-        ...
-
-    def predict(self, points: Tensor, masks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The masks of points.
-
-        Args:
-            points: [P, 2], x and y in pixels.
-            masks: [P, S, S] low-resolution logits of earlier masks; then each point has one mask instead of three.
-
-        Returns:
-            logits [P, 1 or 3, h, w], predicted IoUs [P, 1 or 3], low-resolution logits [P, 1 or 3, S, S].
-        """
-        ...
+    from retouch.rewards.scorers.regions import Sam2Predictor
 
 
 @dataclass(frozen=True)
@@ -66,7 +48,7 @@ class Settings:
     edge: float = 20.0
 
 
-def region_boxes(image: Pixels, predictor: Predictor, settings: Settings | None = None) -> Tensor:
+def region_boxes(image: Pixels, predictor: Sam2Predictor, settings: Settings | None = None) -> Tensor:
     """[M, 4] left, top, right, bottom of the masks in pixels of the image, the last row and column included."""
     import torch
 
@@ -104,7 +86,7 @@ def grid(side: int) -> np.ndarray:
     return np.stack([np.tile(steps, side), np.repeat(steps, side)], -1)
 
 
-def _of_crop(image: Pixels, crop: Box, side: int, predictor: Predictor, s: Settings) -> Tensor:
+def _of_crop(image: Pixels, crop: Box, side: int, predictor: Sam2Predictor, s: Settings) -> Tensor:
     import torch
 
     left, top, right, bottom = crop
@@ -124,7 +106,7 @@ def _of_crop(image: Pixels, crop: Box, side: int, predictor: Predictor, s: Setti
     return placed[suppressed(placed, scores, s.same)]
 
 
-def _refined(points: Tensor, predictor: Predictor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _refined(points: Tensor, predictor: Sam2Predictor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """(logits [M, h, w], IoU [M]) of the three masks of each point, each predicted again from itself."""
     _, _, low = predictor.predict(points)
     again, low = points.repeat_interleave(low.shape[1], 0), low.flatten(0, 1)

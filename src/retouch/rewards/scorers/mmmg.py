@@ -18,10 +18,9 @@ from pydantic import model_validator
 from retouch.config.base import Names, Text
 from retouch.config.reads import ReadIf
 from retouch.errors import ConfigError, shown
-from retouch.files.disk import expanded
 from retouch.registry import PLUGINS, load_attribute
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.copied_texts import constants_of
+from retouch.rewards.scorers.copied_texts import copied_text
 from retouch.rewards.scorers.fn import find_function, source_digest
 from retouch.rewards.scorers.judge_client import image_part
 from retouch.rewards.scorers.judged import PUBLISHED, JudgeEntry, JudgeScorer, read_object, require_prompts, schema_of
@@ -135,7 +134,11 @@ class MmmgScorer(JudgeScorer[MmmgReward]):
     """Reads `metadata.knowledge_graph` and, if it is there, `metadata.annotation`."""
 
     def __init__(self, options: MmmgReward) -> None:
-        self.published_question = _published_question(options)
+        self.published_question = (
+            copied_text("mmmg", options.prompts or "", [_GRAPH_SLOT], _WHERE)
+            if options.wording == "published"
+            else None
+        )
         super().__init__(options, *self._parts(options), protocol="mmmg" if options.is_published else "mmmg-style")
         self._regions: Callable[[Pixels], float] | None = None
 
@@ -242,31 +245,6 @@ def _in_turn(function: Callable[[Pixels], float]) -> Callable[[Pixels], float]:
             return function(image)
 
     return counted
-
-
-def _published_question(options: MmmgReward) -> str | None:
-    """The text of the user's copy, for a Python file the string constant that holds it; None with wording=own.
-
-    Raises:
-        ConfigError: no such file, or no question in it.
-    """
-    if options.wording == "own":
-        return None
-    where = f"reward 'mmmg': prompts: given {options.prompts!r}"
-    path = expanded(options.prompts or "")
-    if not path.is_file():
-        raise ConfigError(
-            f"{where}, which is no file; set it to your copy of MMMG's question "
-            "(mmmg_eval/utils/instruction_prompt.py of github.com/MMMGBench/MMMG)"
-        )
-    try:
-        texts = constants_of(path) if path.suffix == ".py" else [path.read_text(encoding="utf-8")]
-    except ValueError as error:
-        raise ConfigError(f"{where}, which cannot be read: {error}; give a text file in UTF-8") from None
-    found = [one for one in texts if _GRAPH_SLOT in one]
-    if not found:
-        raise ConfigError(f"{where}, which does not contain {_GRAPH_SLOT} for the graph; give MMMG's own file")
-    return found[0]
 
 
 def _read_answers(text: str, keys: Sequence[str]) -> list[bool]:

@@ -154,7 +154,8 @@ class PairScorer(JudgeScorer[Paired]):
     def score_pairs(self, items: Sequence[RewardItem]) -> list[Outcome]:
         """Each image's mean probability to be better than its opponents. Items with the same `group` are a group."""
         if self.options.against == "reference":
-            return [_of_reference(found) for found in self.compare([(item, _opponent(item)) for item in items])]
+            answers = self.compare([(item, _opponent(item)) for item in items])
+            return [a if isinstance(a, Failure) else Score(a.wins, order_statistics([a])) for a in answers]
         groups: dict[int | None, list[int]] = {}
         for place, item in enumerate(items):
             groups.setdefault(item.group, []).append(place)
@@ -204,10 +205,6 @@ def order_statistics(found: Sequence[Preference]) -> dict[str, float]:
         "order_dependent": float(np.mean([one.depends_on_order for one in found])),
         "position_bias": float(np.mean([one.bias for one in found])),
     }
-
-
-def _of_reference(found: Preference | Failure) -> Outcome:
-    return found if isinstance(found, Failure) else Score(found.wins, order_statistics([found]))
 
 
 def _opponent(item: RewardItem) -> RewardItem:

@@ -77,7 +77,7 @@ def _shared(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 class Sam2Predictor:
-    """A `Sam2Model` of transformers as a `Predictor`."""
+    """A `Sam2Model` of transformers, which segments one image after another."""
 
     def __init__(self, path: str, device: str) -> None:
         """
@@ -99,6 +99,7 @@ class Sam2Predictor:
         self._size = (1, 1)
 
     def set_image(self, image: Pixels) -> None:
+        """Encode an image [h, w, 3]; the calls of `predict` refer to it."""
         torch = self.torch
         self._size = image.shape[:2]
         pixels = torch.from_numpy(image).to(self.device).permute(2, 0, 1)[None] / 255

@@ -46,7 +46,7 @@ from retouch.rewards.server.admission import (
 from retouch.rewards.server.batcher import Batcher
 from retouch.rewards.server.plain import PlainRequest, read_body
 from retouch.rewards.server.telemetry import Telemetry
-from retouch.rewards.server.worker import Worker
+from retouch.rewards.server.worker import ProcessWorker
 from retouch.rewards.wire import NoRoom, Room, Share, decode_items, parse_multipart, problem_of
 from retouch.types import Failure, Outcome, Score
 
@@ -97,7 +97,7 @@ class Replies:
 
 
 def app_of(
-    worker: Worker, device: str, token: str | None = None, limits: Limits | None = None, *, local: bool = False
+    worker: ProcessWorker, device: str, token: str | None = None, limits: Limits | None = None, *, local: bool = False
 ) -> FastAPI:
     """The ASGI app over a worker that is not started yet.
 
@@ -120,7 +120,7 @@ def app_of(
 class _Front:
     """The routes of one app and their state."""
 
-    def __init__(self, worker: Worker, device: str, limits: Limits) -> None:
+    def __init__(self, worker: ProcessWorker, device: str, limits: Limits) -> None:
         self._worker = worker
         self._device = device
         self._limits = limits

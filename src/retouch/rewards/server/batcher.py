@@ -19,7 +19,7 @@ from retouch.process.plain_text import count_of
 from retouch.rewards.client.cache import cache_key
 from retouch.rewards.protocol import PICTURES, RewardItem
 from retouch.rewards.server.frames import LATE, BatchCost
-from retouch.rewards.server.worker import Worker, WorkerLost
+from retouch.rewards.server.worker import ProcessWorker, WorkerLost
 from retouch.types import Failure, Outcome
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,9 @@ class Batcher:
         watch: called after every batch.
     """
 
-    def __init__(self, worker: Worker, max_batch: int, max_wait_s: float, watch: Watch = lambda items, work: None):
+    def __init__(
+        self, worker: ProcessWorker, max_batch: int, max_wait_s: float, watch: Watch = lambda items, work: None
+    ):
         self.worker = worker
         self.max_batch = max_batch
         self.max_wait_s = max_wait_s

@@ -32,31 +32,26 @@ class Connections:
         self.limits = limits
         self.token = token
         self._open: set[BoundedConnection] = set()
-        self._strangers: dict[BoundedConnection, None] = {}  # oldest first
+        self.strangers: dict[BoundedConnection, None] = {}  # oldest first
 
     def add(self, one: BoundedConnection) -> None:
         """Count a new connection; with too many, close the oldest stranger."""
         self._open.add(one)
-        self._strangers[one] = None
+        self.strangers[one] = None
         if len(self._open) > self.limits.connections:
-            oldest = next(iter(self._strangers))
+            oldest = next(iter(self.strangers))
             self.remove(oldest)
             oldest.transport.abort()
 
     def remove(self, one: BoundedConnection) -> None:
         self._open.discard(one)
-        self._strangers.pop(one, None)
-
-    def most_to_drop(self, one: BoundedConnection) -> int:
-        """Bytes of a body that are read after its answer: of a stranger few, because whoever sends for ever takes the
-        time of the loop."""
-        return _STRANGERS_BYTES if one in self._strangers else self.limits.body
+        self.strangers.pop(one, None)
 
     def admit(self, one: BoundedConnection) -> bool:
         """Whether the request whose headers have arrived bears the token; its connection is then no stranger."""
         known = self.token is None or bears(one.headers, self.token)
         if known:
-            self._strangers.pop(one, None)
+            self.strangers.pop(one, None)
         return known
 
 
@@ -101,7 +96,8 @@ class BoundedConnection(H11Protocol):
         if self.conn.their_state is h11.ERROR and self.cycle is not None:  # nothing of the body will be read
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self._rest, self._to_drop = b"", self.peers.most_to_drop(self)
+        # of a stranger few bytes, because whoever sends for ever takes the time of the loop
+        self._rest, self._to_drop = b"", _STRANGERS_BYTES if self in self.peers.strangers else self.peers.limits.body
         if self._socket.can_write_eof():
             self._socket.write_eof()
         self._stop_waiting()

@@ -164,12 +164,5 @@ def read_body(body: bytes, served: Collection[str]) -> tuple[ScoreRequest, Plain
 
 def _is_plain(body: bytes) -> bool:
     """Whether a body that is no request has an image, and no items."""
-    try:
-        found = plain_json.loads(body)
-    except ValueError:
-        return False
-    return (
-        isinstance(found, dict)
-        and "image" in found
-        and not {"items", "protocol", "rewards"} & set(cast("dict[str, Any]", found))
-    )
+    found = plain_json.table_of(body)
+    return "image" in found and not {"items", "protocol", "rewards"} & found.keys()

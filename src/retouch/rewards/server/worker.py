@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from retouch.rewards.protocol import RewardItem, ScorerSpec
 from retouch.rewards.server.frames import (
@@ -76,44 +76,14 @@ class WorkerLost(Exception):
         self.scoring = scoring
 
 
-class Worker(Protocol):
-    """Scores one batch at a time.
+class ProcessWorker:
+    """Scorers in a process of their own, which is restarted whenever it ends; it scores one batch at a time.
 
     Attributes:
         ready: whether a batch would be scored now.
         problem: reason why it will never be ready; None while it may recover.
         specs: of the scorers.
         restarts: number of restarts.
-    """
-
-    ready: bool
-    problem: str | None
-    specs: Mapping[str, ScorerSpec]
-    restarts: int
-
-    @property
-    def pid(self) -> int: ...
-
-    async def start(self) -> None:
-        """Start to load without waiting for it."""
-        ...
-
-    async def stop(self) -> None: ...
-
-    async def score(self, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> Scored:
-        """Outcomes by reward, in the order of the items.
-
-        Args:
-            deadlines: one per item, on the clock of `time.monotonic`; an item that is late at its turn is not scored.
-
-        Raises:
-            WorkerLost: it ended meanwhile.
-        """
-        ...
-
-
-class ProcessWorker:
-    """Scorers in a process of their own, which is restarted whenever it ends.
 
     Args:
         scorers: name -> options, with `scorer` if the name is another.
@@ -146,6 +116,7 @@ class ProcessWorker:
         return self._process.pid if self._process else 0
 
     async def start(self) -> None:
+        """Start to load without waiting for it."""
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
@@ -154,6 +125,14 @@ class ProcessWorker:
             await asyncio.gather(self._supervisor, return_exceptions=True)
 
     async def score(self, names: Sequence[str], items: Sequence[RewardItem], deadlines: Sequence[float]) -> Scored:
+        """Outcomes by reward, in the order of the items.
+
+        Args:
+            deadlines: one per item, on the clock of `time.monotonic`; an item that is late at its turn is not scored.
+
+        Raises:
+            WorkerLost: it ended meanwhile.
+        """
         if not self.ready or self._writer is None:
             raise WorkerLost("the worker is being started")
         # of one process: while the batch is packed, another process may take its place
