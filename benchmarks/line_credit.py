@@ -36,10 +36,11 @@ from inputs import inputs
 from nft import COMPUTING
 from scouts import patched
 from torch import Tensor
-from two_texts import CONFIG, MEASURES, column, evaluations, make_data, read_metrics
+from two_texts import CONFIG, MEASURES, column, make_data
 
-from algorithms import Row, write
+from algorithms import Row, evaluations, read_metrics, write
 from retouch.algorithms.nft import recipe
+from retouch.algorithms.nft.config import NftConfig
 from retouch.algorithms.train import train
 from retouch.config import load_run
 from retouch.core.advantages import group_advantages
@@ -83,8 +84,8 @@ def one(arm: str, seed: int, work: Path, warm_up: Path | None) -> Row:
     os.environ["DATA_PATH"] = str(work / "data")
     options = [f"name={run.name}", f"seed={seed}", f"logging.dir={work}", "resume=auto", "training.eval_every=0"]
     config = load_run(CONFIG, [*options, f"evaluation.num_examples={IMAGES}"])
-    copies = config.algorithm.timesteps_per_image
-    with credit_for_lines(copies) if arm == "lines" else nullcontext():
+    assert isinstance(config.algorithm, NftConfig)
+    with credit_for_lines(config.algorithm.timesteps_per_image) if arm == "lines" else nullcontext():
         train(config)
     return described(arm, seed, run, work)
 
