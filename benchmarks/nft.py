@@ -1,5 +1,5 @@
-"""DiffusionNFT without the forward of the old policy, with a larger KL, and at a quarter and half of the forwards:
-held-out NED and drift.
+"""DiffusionNFT without the forward of the old policy, with a larger KL, and at a quarter of the forwards: held-out NED
+and drift.
 
 Every run is the published file of configs/tiny with a KL weight and a seed, on the data and with the evaluation of
 benchmarks/algorithms.py. The rows "before" of benchmarks/results/nft.json are that benchmark's runs of a version that
@@ -9,11 +9,10 @@ variance are left out.
 
     python benchmarks/nft.py --out benchmarks/results/nft.json                   # 2 KL weights x 3 seeds
     python benchmarks/nft.py --kl-weights 0.1 --seeds 0 --max-steps 22           # a trial: 2 steps of RL
-    python benchmarks/nft.py --budget quarter --out benchmarks/results/nft_quarter.json
-    python benchmarks/nft.py --budget half --out benchmarks/results/nft_half.json
+    python benchmarks/nft.py --quarter --out benchmarks/results/nft_quarter.json
 
---budget runs the files of both bases for 15 or 30 of their 60 steps of RL, and with the settings of `BUDGETS`, each for
-as many steps as take no more forwards. `over` is the gain over the file of the same seed, paired by word.
+--quarter runs the files of both bases for 15 of their 60 steps of RL, and with the settings of `ARMS`, each for as many
+steps as take no more forwards. `over` is the gain over the file of the same seed, paired by word.
 
 A finished run is not repeated, an interrupted one is resumed, and other rows of --out are kept.
 """
@@ -44,6 +43,9 @@ from retouch.config import derive, load_run
 
 COMPUTING = ("nfe_rollout", "nfe_train_forward", "nfe_train_backward")
 FILE = config_file("flux_fill", "nft", "full")
+STEPS = 15
+"""Optimizer steps of RL of the published file at a quarter of its forwards."""
+
 SETTINGS = {
     "one copy": ("copies1", "algorithm.timesteps_per_image=1"),
     "lr 1e-3": ("lr1e-3", "optimizer.lr=1e-3"),
@@ -75,32 +77,26 @@ ARMS: dict[str, dict[str, Sequence[int]]] = {
 }
 """Base -> settings, which are added to its file -> seeds. The KL of sd_inpaint's file is .2."""
 
-BUDGETS = {"quarter": (15, ARMS), "half": (30, {"flux_fill": {"file": (0,), "lr 1e-3, KL .2": (0,)}})}
-"""Share of the forwards -> optimizer steps of RL of the published file, and the arms."""
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kl-weights", type=float, nargs="+", default=[0.01, 0.1])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max-steps", type=int, help="optimizer steps, 20 supervised ones included; 80 if left out")
-    parser.add_argument(
-        "--budget", choices=list(BUDGETS), help="a share of the forwards, with the settings of `BUDGETS`"
-    )
+    parser.add_argument("--quarter", action="store_true", help="the settings of `ARMS` at a quarter of the forwards")
     parser.add_argument("--work", type=Path, default=Path("runs/nft"), help="folder for data and runs")
     parser.add_argument("--out", type=Path, help="JSON to write, or to add to")
     arguments = parser.parse_args()
     rows: list[Row] = json.loads(arguments.out.read_text())["rows"] if arguments.out and arguments.out.exists() else []
     make_data(arguments.work / "data")
-    if arguments.budget:
-        steps, families = BUDGETS[arguments.budget]
-        for family, arms in families.items():
+    if arguments.quarter:
+        for family, arms in ARMS.items():
             for arm, seed in [(arm, seed) for arm, seeds in arms.items() for seed in seeds if seed in arguments.seeds]:
-                row = limited(family, arm, seed, arguments.work, steps)
+                row = quarter(family, arm, seed, arguments.work)
                 rows = [r for r in rows if r["run"] != row["run"]] + [row]
                 if arguments.out:
                     write(rows, arguments.out)
-        print(budget_table(rows))
+        print(quarter_table(rows))
         return
     for seed in arguments.seeds:
         for weight in arguments.kl_weights:
@@ -127,27 +123,27 @@ def one(weight: float, seed: int, max_steps: int | None, work: Path) -> Row:
     return row
 
 
-def limited(family: str, arm: str, seed: int, work: Path, file_steps: int) -> Row:
-    """Run the file of a base with the settings of an arm, for no more forwards than `file_steps` of its own steps of RL
-    take, and measure it; with the gain over the file of the seed."""
+def quarter(family: str, arm: str, seed: int, work: Path) -> Row:
+    """Run the file of a base with the settings of an arm, for no more forwards than a quarter of those of the file, and
+    measure it; with the gain over the file of the seed."""
     file, names = config_file(family, "nft", "full"), arm.split(", ")
     region = "mask" if "mask" in names else "all"
     overrides = dict(SETTINGS[name] for name in names if name in SETTINGS)
     changed = [*overrides.values(), *(["algorithm.region=mask"] if region == "mask" else [])]
     image, of_file = (derive(load_run(file, given)).forwards_per_image for given in (changed, []))
-    steps = int(file_steps * of_file / image)
+    steps = int(STEPS * of_file / image)
     length = f"training.max_steps={20 + steps}"
     row = cell(family, "nft", "full", seed, work / "data", work, region, {**overrides, f"to{20 + steps}": length})
     row["inputs"] = inputs(file, overrides=[*changed, length])
     row |= {"arm": arm, "rl_steps": steps, "forwards": round(counted(work / row["run"]) * IMAGES_PER_STEP * steps)}
     if arm != "file":
-        plain = work / f"{family}-nft-full-{seed}-to{20 + file_steps}"
+        plain = work / f"{family}-nft-full-{seed}-to{20 + STEPS}"
         apart = gains(evaluations(work / row["run"])["last"], evaluations(plain)["last"])
         row["over"] = {measure: [round(v, 4) for v in apart[measure]] for measure in MEASURES}
     return row
 
 
-def budget_table(rows: Sequence[Row]) -> str:
+def quarter_table(rows: Sequence[Row]) -> str:
     """A line for each base and arm, with the values of its seeds, as markdown."""
     lines = ["| base | NFT | forwards | NED | over the file | glyphs | drift |", "|---" * 7 + "|"]
     for family, arm in dict.fromkeys((r["family"], r["arm"]) for r in rows):

@@ -47,7 +47,7 @@ def structure(number: int) -> str:
 
 
 OTHERS: Mapping[str, Callable[[], str]] = {
-    "nft_quarter": lambda: str(program("nft").budget_table(rows("nft_quarter"))),
+    "nft_quarter": lambda: str(program("nft").quarter_table(rows("nft_quarter"))),
     "reward_gradient_reached": reached,
     "structure_letters": lambda: structure(0),
     "structure_words": lambda: structure(1),
