@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from typing import Any
 
 import torch
 
@@ -12,7 +14,13 @@ from tests.docs.pages import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
+import inputs
 import line_credit
+
+
+def result(name: str) -> dict[int, dict[str, Any]]:
+    path = REPOSITORY / f"benchmarks/results/{name}.json"
+    return {row["seed"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
 
 
 def scores(*rows: tuple[float, float]) -> list[Score]:
@@ -76,3 +84,26 @@ def test_a_cell_belongs_to_the_nearest_line() -> None:
     """Rows of 16 pixels: one line in the first, one in the last; the second and third belong to the nearer one."""
     found = line_credit.nearest_line([(2, 1, 30, 14), (2, 50, 30, 62)], (4, 2), 16)
     assert found.tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+
+
+def test_what_the_only_seed_gained_over_the_file() -> None:
+    """From the warm-up of the file's own row, on every measure that it has; the page says that one seed was run."""
+    rows, file = result("line_credit"), result("two_texts")
+    assert list(rows) == [2] and rows[2]["inputs"] == inputs.inputs(line_credit.CONFIG)
+    assert rows[2]["inputs"]["run"] == file[2]["inputs"]["run"]
+    warm, last = (rows[2]["means"][point] for point in ("warmed up", "last"))
+    before, after = (file[2]["means"][point] for point in ("warmed up", "last"))
+    assert {title: warm[title] for title in before} == before
+    page = " ".join((REPOSITORY / "docs/measured.md").read_text(encoding="utf-8").split())
+    gain = last["line NED"] - after["line NED"]
+    ned, exact, glyphs = ((shown(last[title]), shown(after[title])) for title in after)
+    assert f"({shown(warm['line NED'])}) it ends at line NED {ned[0]} in place of {ned[1]} (+{shown(gain)})" in page
+    assert f"exact lines {exact[0]} ({exact[1]}) and glyph correlation {glyphs[0]} ({glyphs[1]})" in page
+    assert f"Drift grows from {shown(warm['drift'], 4)} to {shown(last['drift'], 4)}" in page
+    assert f"by {100 * rows[2]['waiting for OCR']:.0f} % of its time" in page
+    table = (REPOSITORY / "docs/algorithms.md").read_text(encoding="utf-8")
+    assert f"seed 2 +{shown(gain)}" in table and f"| {rows[2]['forwards']:,} | not decided" in table
+
+
+def shown(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}f}".removeprefix("0")
