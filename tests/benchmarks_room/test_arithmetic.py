@@ -15,6 +15,7 @@ from PIL import Image
 
 from retouch.benchmarks.base import Benchmark, ImageRow
 from retouch.benchmarks.load import load_benchmark
+from retouch.benchmarks.result import ResultColumn, benchmark_table, result_of
 from retouch.data.base import ItemFiles
 from retouch.data.item import read_item
 from retouch.imaging.reading import open_image
@@ -201,6 +202,46 @@ def test_brushbench_compares_only_with_rows_of_its_settings() -> None:
     assert [r.model for r in blended.published_rows()] == ["BrushNet, blended"]
     assert blended.departures() == ["scored as PNG; saved_as: jpeg compresses as the paper does"]
     assert benchmark("brushbench", region="outside").published_rows() == ()
+
+
+def test_a_row_stands_with_its_interval_above_the_published_one() -> None:
+    """Under the settings of Follow-Your-Preference, whose `eval.py` has BrushNet's arithmetic. Means and Student's
+    intervals of 40 fixed scores are computed here."""
+    source = np.random.default_rng(0)
+    square, cosine = source.uniform(2e-4, 2e-3, 40), source.normal(0.26, 0.02, 40)  # per pixel, of three channels
+    reward, preference = source.normal(1.2, 0.4, 40), source.normal(0.28, 0.02, 40)
+    psnr = -10 * np.log10(square)
+    scored = [
+        ImageRow(
+            str(i), 0, {},
+            {
+                "kept_area": Score(psnr[i], {
+                    "brushbench_psnr": psnr[i], "brushbench_mse": square[i],
+                    "psnr": -10 * np.log10(square[i] / 3), "mse": square[i] / 3,
+                }),
+                "clip": Score(cosine[i]), "imagereward": Score(reward[i]), "hpsv2": Score(preference[i]),
+            },
+        )
+        for i in range(40)
+    ]  # fmt: skip
+    given = benchmark("brushbench", blended=True, saved_as="jpeg", num_steps=20)
+    columns = {"FluPA": ResultColumn(scored, [], {})}
+    result = result_of(
+        given, columns, {"items": 600}, {"clip": {"revision": "clip openai/clip-vit-large-patch14 32bd"}}
+    )
+    shown, intervals = benchmark_table(result).splitlines(), result["intervals"]["FluPA"]
+    measured = {
+        "psnr": psnr, "mse": 1000 * square, "clip": 100 * cosine, "image_reward": 10 * reward,
+        "hps_v2.1": 100 * preference, "psnr_usual": psnr + 10 * np.log10(3),
+    }  # fmt: skip
+    for name, values in measured.items():
+        low, high = intervals[name]
+        half = 2.0227 * values.std(ddof=1) / 40**0.5
+        assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.2 * half)
+        [line] = [line for line in shown if line.startswith(f"{name} ")]
+        assert line.split(maxsplit=1)[1] == f"{values.mean():.4g} [{low:.4g}, {high:.4g}]"
+    theirs = "psnr 31.94, mse 0.8, clip 26.39, image_reward 12.64, hps_v2.1 27.78"
+    assert shown[-1] == f"published, BrushNet, blended: {theirs} (arXiv 2403.06976, inside)"
 
 
 def test_jpeg_files_are_not_compressed_again() -> None:
