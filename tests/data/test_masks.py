@@ -226,6 +226,33 @@ def test_a_mask_is_not_doubted(image: Image.Image) -> None:
     assert read_mask(image, "m.png").doubt is None
 
 
+def label_map(objects: list[tuple[tuple[int, int, int], tuple[int, int, int, int]]], mode: str) -> Image.Image:
+    """Objects (colour, box) on black."""
+    image = Image.new("RGB", SIZE)
+    for colour, box in objects:
+        image.paste(colour, box)
+    return image.quantize(16) if mode == "P" else image
+
+
+@pytest.mark.parametrize("mode", ["P", "RGB"])
+@pytest.mark.parametrize(
+    ("second", "edge", "doubted"),
+    [
+        ((0, 128, 0), (128, 0, 0), True),  # DAVIS and VOC: the first object alone
+        ((0, 128, 0), (224, 224, 192), True),  # VOC: the line around the second object alone
+        ((30, 144, 255), (220, 20, 60), True),  # colours of SAM's and COCO's viewers
+        ((128, 128, 128), (255, 0, 0), False),  # red paint on a flat grey image
+    ],
+)
+def test_a_map_of_labels_is_doubted(
+    second: tuple[int, int, int], edge: tuple[int, int, int], doubted: bool, mode: str
+) -> None:
+    """Of several objects only those of a red colour are repainted, or the line around one."""
+    found = read_mask(label_map([(edge, (4, 4, 14, 14)), (second, (20, 8, 40, 28))], mode), "m.png")
+    assert found.channel == "red" and np.asarray(found.mask)[5, 5] == 255 and np.asarray(found.mask)[10, 22] == 0
+    assert (found.doubt is not None and "as in a map of labels" in found.doubt) == doubted
+
+
 def test_integers_of_32_bits_are_refused_with_their_values(tmp_path: Path) -> None:
     """Their scale is unknown: these would all be read as 0."""
     Image.fromarray(np.asarray(LABELS).astype(np.int32) * 255).save(tmp_path / "m.tif")

@@ -74,7 +74,10 @@ def read_mask(image: Image.Image, name: str, *, invert: bool = False) -> MaskRea
         hint = f"paint the area to repaint {paint}, the rest {rest} (data.invert_mask={str(invert).lower()})"
         raise ImageProblem(f"{name}: the mask ({seen}) is {what}; {hint}")
     mask = Image.fromarray(masked.astype(np.uint8) * 255, "L")
-    return MaskReading(mask, channel, _doubt(values, masked, channel, invert))
+    doubt = _doubt(values, masked, channel, invert)
+    if doubt is None and channel == "red":
+        doubt = _label_colours(image, masked)
+    return MaskReading(mask, channel, doubt)
 
 
 MAY_BE_INVERTED = (
@@ -113,6 +116,28 @@ def _doubt(values: Pixels, masked: NDArray[np.bool_], channel: str, invert: bool
     return (
         f"{levels} grey levels in the {channel} channel, {far:.0%} of the pixels far from two levels: a photograph has "
         "these, a mask has black, white and soft edges; were image and mask exchanged?"
+    )
+
+
+_MOST_LABELS = 64
+"""Colours of a map of labels (DAVIS, VOC, SAM), which have no soft edges; red paint on a photograph has more."""
+
+_COLOURED = 64
+"""Least difference between the channels of a label's colour."""
+
+
+def _label_colours(image: Image.Image, masked: NDArray[np.bool_]) -> str | None:
+    """The doubt about a mask of the red channel in an image of a few colours, of which two or more are not masked, and
+    one of these is no black, grey or white: of a map of labels only the red objects would be repainted."""
+    colours = image.convert("RGB")
+    if colours.getcolors(_MOST_LABELS) is None:
+        return None
+    kept = np.unique(np.asarray(colours)[~masked], axis=0)
+    if len(kept) < 2 or np.ptp(kept, axis=-1).max() < _COLOURED:
+        return None
+    return (
+        f"{len(kept)} colours beside the masked red, as in a map of labels, of which {masked.mean():.0%} of the pixels "
+        "are repainted; write one object white and the rest black"
     )
 
 
