@@ -164,7 +164,7 @@ def test_the_point_score_of_version_1() -> None:
 
 
 @pytest.mark.parametrize(("text", "reason", "expected"), [
-    ("Final Score: 3", "length", "the last number may lack digits; it was cut off"),  # of 3.75
+    ("Final Score: 3", "length", "the last number may be incomplete; it was cut off"),  # of 3.75
     ("Final Score: 3.75", "stop", 3.75),
     ("Final Score: 3.75\n", "length", 3.75),
 ])  # fmt: skip

@@ -116,9 +116,8 @@ def discover(path: Path) -> Found:
     if not found.items and path.is_dir():
         found = _pairs(path)
     if not found.items:
-        broken = next((item for item in section.items() if isinstance(item, ItemError)), None) if section else None
-        if broken is not None:
-            raise DataError(f"FOLDER: given {path}, a list for data.format={section.format}; {broken}")
+        if section is not None and (broken := [item for item in section.items() if isinstance(item, ItemError)]):
+            raise DataError(f"FOLDER: given {path}, a list for data.format={section.format}; {broken[0]}")
         raise DataError(
             f"FOLDER: given {path}; expected {expected_paths()}, or images with captions: photo.png, photo.txt and "
             "photo_mask.png, or images/photo.png, captions/photo.txt and masks/photo.png; add what is missing"

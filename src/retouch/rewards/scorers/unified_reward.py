@@ -81,7 +81,7 @@ class UnifiedRewardScorer(PairScorer[UnifiedRewardReward]):
         choice = self.judge.ask([{"role": "user", "content": content}], max_tokens=_MAX_TOKENS)
         text = text_of(choice)
         if text[-1:].isdigit() and (ending := cut(choice, text)):
-            raise AnswerError(f"the last number may lack digits{ending}")
+            raise AnswerError(f"the last number may be incomplete{ending}")
         try:
             return read_by(read, choice)
         except ValueError as error:
