@@ -211,6 +211,7 @@ def soft(radius: int) -> Image.Image:
     "image",
     [
         box_mask(),
+        box_mask().filter(ImageFilter.GaussianBlur(1)),
         soft(2),
         soft(12),
         as_jpeg(soft(2), 30),
@@ -251,6 +252,15 @@ def test_a_map_of_labels_is_doubted(
     found = read_mask(label_map([(edge, (4, 4, 14, 14)), (second, (20, 8, 40, 28))], mode), "m.png")
     assert found.channel == "red" and np.asarray(found.mask)[5, 5] == 255 and np.asarray(found.mask)[10, 22] == 0
     assert (found.doubt is not None and "as in a map of labels" in found.doubt) == doubted
+
+
+@pytest.mark.parametrize("levels", [(0, 17, 140), (0, 128, 255)])
+def test_a_grey_map_of_labels_is_doubted(levels: tuple[int, int, int]) -> None:
+    """Classes of ADE20K by number, of which those from 128 on are repainted; a trimap."""
+    image = Image.fromarray(np.repeat(np.uint8(levels), 8)[:, None].repeat(24, 1))
+    assert read_mask(image, "m.png").doubt == (
+        f"the flat levels {', '.join(map(str, levels))}, as in a map of labels; those from 128 on count"
+    )
 
 
 def test_integers_of_32_bits_are_refused_with_their_values(tmp_path: Path) -> None:

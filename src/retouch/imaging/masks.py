@@ -92,6 +92,9 @@ _PLATEAU = 4
 """Distance to the median level of the masked region, and of the kept one, within which most pixels of a mask lie, also
 after JPEG."""
 
+_FLAT_SHARE = 0.1
+"""Least share of the pixels of a flat level; the levels of a soft edge have a few per cent, even in small images."""
+
 _FAR_SHARE = 0.6
 """Share of the pixels far from both levels above which a file is no mask. Photographs have .8 and more, a mask that is
 blurred by a tenth of its size has .5."""
@@ -103,8 +106,14 @@ def _doubt(values: Pixels, masked: NDArray[np.bool_], channel: str, invert: bool
     edge = np.concatenate([masked[0], masked[-1], masked[1:-1, 0], masked[1:-1, -1]])
     if channel == "alpha" and not invert and edge.mean() > 0.5:
         return MAY_BE_INVERTED
-    # A photograph has many levels, and most of its pixels are far from two of them.
+    # A photograph has many levels, and most of its pixels are far from two of them; a map of labels has several flat
+    # ones, a mask two.
     counts = np.bincount(values.ravel(), minlength=256)
+    flat = np.flatnonzero(counts >= _FLAT_SHARE * values.size)
+    if channel == "luminance" and (np.diff(flat) > _PLATEAU).sum() > 1:
+        return (
+            f"the flat levels {', '.join(map(str, flat))}, as in a map of labels; those from {MASK_THRESHOLD} on count"
+        )
     levels = int((counts > 0).sum())
     if levels <= _FEW_LEVELS:
         return None
