@@ -168,6 +168,27 @@ def test_other_streams_stay_and_streams_come_back(monkeypatch: pytest.MonkeyPatc
     assert sys.stdout is before
 
 
+@pytest.mark.parametrize(
+    ("encoding", "errors", "written"),
+    [
+        ("cp1252", "strict", b"\xe9 \\u2192 \\udce9"),
+        ("ascii", "surrogateescape", b"\\xe9 \\u2192 \\udce9"),
+        ("utf-8", "strict", "é → \\udce9".encode()),
+        ("utf-8", "surrogateescape", "é → ".encode() + b"\xe9"),  # the name as it stands on the disk
+    ],
+)
+def test_a_character_that_the_terminal_lacks_is_escaped(
+    encoding: str, errors: str, written: bytes, tmp_path: Path
+) -> None:
+    """A prompt in another script ended `data validate` in a traceback, on Windows and under LANG=C."""
+    with (tmp_path / "out").open("w", encoding=encoding, errors=errors) as before:
+        stream = console._lasting(before, before.fileno())
+        assert stream is not None
+        stream.write("é → \udce9")
+        stream.flush()
+    assert (tmp_path / "out").read_bytes() == written
+
+
 def test_the_first_problem_is_kept() -> None:
     file = console.LastingFile(os.open("/dev/full", os.O_WRONLY), "w")
     assert file.write(b"abc") == 3 and file.problem is not None and file.problem.errno == errno.ENOSPC

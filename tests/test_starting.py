@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from itertools import product
@@ -292,6 +293,54 @@ def test_the_name_of_the_folder_itself_is_no_role(photos: Path, tmp_path: Path, 
     found, usual = discover(folder), discover(photos)
     assert sorted(entry["prompt"] for entry in found.entries) == sorted(entry["prompt"] for entry in usual.entries)
     assert all({"image_path", "mask_path", "prompt"} == entry.keys() for entry in found.entries)
+
+
+def test_the_folder_of_a_role_may_hold_others(photos: Path, tmp_path: Path) -> None:
+    """As kohya keeps images and masks: the masks were images without a caption, and the images had no mask."""
+    for role, part in (("images", "img"), ("masks", "mask")):
+        for folder in ("10_sks dog", "1_dog"):
+            (tmp_path / part / folder).mkdir(parents=True)
+            shutil.copy(photos / role / "p00.png", tmp_path / part / folder / "1.png")
+            (tmp_path / "img" / folder / "1.txt").write_text(folder, encoding="utf-8")
+    found = discover(tmp_path)
+    assert not found.left_out and sorted(entry["prompt"] for entry in found.entries) == ["10_sks dog", "1_dog"]
+    for entry in found.entries:
+        assert entry["mask_path"] == entry["image_path"].replace("/img/", "/mask/")
+
+
+def test_no_image_disappears_because_of_its_format(photos: Path, tmp_path: Path) -> None:
+    for name in ("a.png", "b.HEIC", "c.avif", "d.gif"):
+        shutil.copy(photos / "images/p00.png", tmp_path / name)
+        (tmp_path / name).with_suffix(".txt").write_text("a sign", encoding="utf-8")
+    found = discover(tmp_path)
+    assert len(found.entries) == 1
+    assert found.left_out == [f"{name}: not read; convert it to PNG or JPEG" for name in ("b.HEIC", "c.avif", "d.gif")]
+
+
+def test_names_that_are_not_utf8_are_listed(photos: Path, tmp_path: Path) -> None:
+    """Of an archive that another system packed: the manifest and the run file could not be written."""
+    other = os.fsdecode(b"caf\xe9")
+    for folder in (tmp_path / "a", tmp_path / other):
+        folder.mkdir()
+        for name in ("sign", other):
+            shutil.copy(photos / "images/p00.png", folder / f"{name}.png")
+            (folder / f"{name}.txt").write_text("a sign", encoding="utf-8")
+    options = ("--out", tmp_path / "run.yaml", "--family", "qwen_image_edit")
+    outcome = retouch("init", tmp_path / "a", *options)
+    assert outcome.code == 0 and "1 example " in outcome.out
+    assert outcome.out.count(".png: a name that is not UTF-8; rename it") == 1
+    assert "a name that is not UTF-8, which no run file can hold" in retouch("init", tmp_path / other, *options).err
+
+
+def test_a_list_without_a_usable_item_says_why(photos: Path, tmp_path: Path) -> None:
+    """And a file of another format is no folder: it ended in a message of the operating system."""
+    shutil.copy(photos / "images/p00.png", tmp_path / "a.png")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "caption": "a sign"}', encoding="utf-8")
+    (tmp_path / "images.tar").write_bytes(b"x" * 512)
+    out = ("--out", tmp_path / "run.yaml")
+    error = retouch("init", tmp_path, *out).err
+    assert "a list for data.format=manifest; entry 0: prompt missing" in error and "'file_name', 'caption'" in error
+    assert "images.tar; expected a mapping_file.json" in retouch("init", tmp_path / "images.tar", *out).err
 
 
 def test_a_picture_whose_name_ends_like_a_role_is_listed(photos: Path, tmp_path: Path) -> None:

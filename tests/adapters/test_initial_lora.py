@@ -109,6 +109,34 @@ def test_a_folder_of_peft(tmp_path: Path) -> None:
         begun(tmp_path, targets=["attn.to_q", "attn.to_k"])
 
 
+def test_a_folder_of_dancegrpo_has_its_alpha_in_a_file_of_its_own(
+    trained: tuple[Any, dict[str, Tensor], Path], tmp_path: Path
+) -> None:
+    """As FastVideo's `save_lora_checkpoint` writes it; its published run has an alpha of twice the rank."""
+    made, _, folder = trained
+    save_file(load_file(folder / FILE), tmp_path / FILE)  # without metadata
+    config = {"step": 60, "lora_params": {"lora_rank": RANK, "lora_alpha": ALPHA, "target_modules": ["to_q"]}}
+    (tmp_path / "lora_config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert torch.equal(velocity(begun(tmp_path)), velocity(made))
+    shutil.copy(folder / FILE, tmp_path / FILE)  # the metadata of the file itself count
+    (tmp_path / "lora_config.json").write_text('{"lora_params": {"lora_alpha": 99}}', encoding="utf-8")
+    assert torch.equal(velocity(begun(tmp_path)), velocity(made))
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_a_lora_that_changed_its_base_is_refused(init: str, tmp_path: Path) -> None:
+    """PEFT takes the first update out of the base, and stores how it began: on the released base, the file is another
+    model."""
+    config = PeftConfig(r=RANK, lora_alpha=5, target_modules=["to_q"], init_lora_weights=init)  # pyright: ignore
+    bare, wrapped = network(), get_peft_model(network(), config)  # pyright: ignore
+    place = "transformer_blocks.0.attn.to_q"
+    own = wrapped.get_submodule(f"base_model.model.{place}.base_layer").weight
+    assert not torch.allclose(own, bare.get_submodule(place).weight, atol=1e-3)
+    wrapped.save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"began with init_lora_weights={init}, which changed the base"):
+        begun(tmp_path, alpha=5, targets=["attn.to_q"])
+
+
 def test_a_file_of_kohya_with_names_of_diffusers(tmp_path: Path) -> None:
     """Stable Diffusion as sd-scripts and ComfyUI name it, with alpha in its own tensors."""
     spec = FAMILIES["sd_inpaint"].spec

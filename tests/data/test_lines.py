@@ -59,6 +59,7 @@ def test_a_line_is_a_text_or_has_a_place() -> None:
         ([{"text": "A", "polygon": [[0, 0], [1, 1]]}], "at least 3 points"),
         ([{"text": "A", "polygon": [[0, 0], [1, 1], [2, True]]}], "at least 3 points"),
         ([{"text": "A", "polygon": [[0, 0], [1, 1], [2, 2]]}], "which has no area"),
+        ([{"text": "A", "box": [0.1, 0.2, 0.5, 0.3]}], "within one pixel, as shares of the sides do"),
         ([{"text": "A", "box": [0, 0, 1, 10**400]}], r"line 1: box is"),
         ([{"text": "A", "box": [0, 0, 1, float("nan")]}], r"line 1: box is"),
         ([{"text": "A", "polygon": [[0, 0], [1, 1], [-1e300, 2]]}], "at least 3 points"),

@@ -109,10 +109,22 @@ def test_a_key_twice_in_one_object(folder: Path) -> None:
         ("l.tsv", "image,prompt\na.png,a\n", "as with a comma between the cells; save it with a tab between them"),
         ("l.csv", "Image,prompt\na.png,a\n", "the key 'Image' is not read; rename it to 'image'"),
         ("l.json", '[{"prompt": "a", "Mask_Path ": "m.png"}]', "'Mask_Path ' is not read; rename it to 'mask_path'"),
+        ("l.json", '[{"image": "a.png", "prompt": "a", "target": "m.png"}]', "rename it to 'target_path'"),
+        ("l.csv", "source,prompt\na.png,a\n", "the key 'source' is not read; rename it to 'image_path'"),
+        ("l.json", '[{"image": "a.png", "prompt": "a", "mask_image": "m.png"}]', "'mask_image' is not read; rename it"),
     ],
 )
 def test_the_keys_that_were_found_and_the_likely_cause(name: str, content: str, says: str, folder: Path) -> None:
     assert says in problem(folder, name, content)
+
+
+def test_a_list_that_cannot_be_one_is_not_recommended(folder: Path) -> None:
+    """A COCO file has lists of licences, images and outlines: none of them is a manifest."""
+    for content in (
+        '{"licenses": [{"id": 1}], "images": [{"file_name": "a.png"}]}',
+        '{"messages": [{"role": "user"}]}',
+    ):
+        assert "alone" not in problem(folder, "l.json", content)
 
 
 def test_prompts_name_their_keys_too(folder: Path) -> None:
@@ -131,6 +143,7 @@ def test_another_key_beside_the_one_that_counts_is_metadata(folder: Path) -> Non
 def test_a_value_that_names_no_file_is_metadata(folder: Path) -> None:
     """`Mask` and `Image` may be columns of another program; a list with its whole items was refused for them."""
     other = [{"Mask": "none"}, {"Image": "web", "MASK": 1}, {"Target_Path": "nowhere.png", "Image": "x" * 5000}]
+    other += [{"source": "web"}, {"target": "nowhere.png"}]
     (folder / "l.json").write_text(json.dumps([{"prompt": "a", **more} for more in other]))
     items = [item for item in ManifestData(path=str(folder / "l.json")).items() if isinstance(item, ItemFiles)]
     assert [item.metadata for item in items] == other

@@ -211,6 +211,7 @@ def soft(radius: int) -> Image.Image:
     "image",
     [
         box_mask(),
+        box_mask().filter(ImageFilter.GaussianBlur(1)),
         soft(2),
         soft(12),
         as_jpeg(soft(2), 30),
@@ -224,6 +225,42 @@ def soft(radius: int) -> Image.Image:
 )
 def test_a_mask_is_not_doubted(image: Image.Image) -> None:
     assert read_mask(image, "m.png").doubt is None
+
+
+def label_map(objects: list[tuple[tuple[int, int, int], tuple[int, int, int, int]]], mode: str) -> Image.Image:
+    """Objects (colour, box) on black."""
+    image = Image.new("RGB", SIZE)
+    for colour, box in objects:
+        image.paste(colour, box)
+    return image.quantize(16) if mode == "P" else image
+
+
+@pytest.mark.parametrize("mode", ["P", "RGB"])
+@pytest.mark.parametrize(
+    ("second", "edge", "doubted"),
+    [
+        ((0, 128, 0), (128, 0, 0), True),  # DAVIS and VOC: the first object alone
+        ((0, 128, 0), (224, 224, 192), True),  # VOC: the line around the second object alone
+        ((30, 144, 255), (220, 20, 60), True),  # colours of SAM's and COCO's viewers
+        ((128, 128, 128), (255, 0, 0), False),  # red paint on a flat grey image
+    ],
+)
+def test_a_map_of_labels_is_doubted(
+    second: tuple[int, int, int], edge: tuple[int, int, int], doubted: bool, mode: str
+) -> None:
+    """Of several objects only those of a red colour are repainted, or the line around one."""
+    found = read_mask(label_map([(edge, (4, 4, 14, 14)), (second, (20, 8, 40, 28))], mode), "m.png")
+    assert found.channel == "red" and np.asarray(found.mask)[5, 5] == 255 and np.asarray(found.mask)[10, 22] == 0
+    assert (found.doubt is not None and "as in a map of labels" in found.doubt) == doubted
+
+
+@pytest.mark.parametrize("levels", [(0, 17, 140), (0, 128, 255)])
+def test_a_grey_map_of_labels_is_doubted(levels: tuple[int, int, int]) -> None:
+    """Classes of ADE20K by number, of which those from 128 on are repainted; a trimap."""
+    image = Image.fromarray(np.repeat(np.uint8(levels), 8)[:, None].repeat(24, 1))
+    assert read_mask(image, "m.png").doubt == (
+        f"the flat levels {', '.join(map(str, levels))}, as in a map of labels; those from 128 on count"
+    )
 
 
 def test_integers_of_32_bits_are_refused_with_their_values(tmp_path: Path) -> None:

@@ -22,6 +22,16 @@ def test_a_prompt_a_line(tmp_path: Path) -> None:
     assert [(e.source, e.mask, e.target, e.reference) for e in found] == [(None,) * 4] * 2
 
 
+def test_a_table_is_no_list_of_prompts(tmp_path: Path) -> None:
+    """Image names and labels of PaddleOCR and Flickr became prompts. A tab within one line stays a part of it."""
+    path = tmp_path / "Label.txt"
+    path.write_text('a.png\t[{"transcription": "HI"}]\nb.png\t[]\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"Label\.txt: each line has a tab, as in a table; give a \.tsv"):
+        PromptsData(path=str(path)).list_items()
+    path.write_text("a cat\tor a dog\na sign\n", encoding="utf-8")
+    assert len(PromptsData(path=str(path)).list_items()) == 2
+
+
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
 def test_objects_with_a_text_and_metadata(suffix: str, tmp_path: Path) -> None:
     entries = [{"prompt": "a sign", "text": "MOON", "level": 3}, {"prompt": "a cat", "id": 7}]

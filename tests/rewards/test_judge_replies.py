@@ -561,6 +561,15 @@ def test_a_compressed_page_of_a_proxy_is_an_outage() -> None:
     assert raised.value.retryable
 
 
+def test_a_redirect_names_its_target() -> None:
+    """An http address of a host that has moved to https."""
+    client = JudgeClient("http://127.0.0.1:1/v1", "m", Budget())
+    moved = httpx.Response(308, headers={"location": "https://judge.example/v1/chat/completions"})
+    client._http = httpx.Client(transport=httpx.MockTransport(lambda _: moved))
+    with pytest.raises(JudgeError, match=r"HTTP 308: .*; it redirects to https://judge\.example/v1/chat/completions"):
+        client.ask([])
+
+
 def test_a_question_whose_answer_is_empty_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     scorer, asked = judge_of(monkeypatch, lambda n, _: (200, chat(None) if n == 1 else chat()))
     assert scorer.score([ITEM]) == [Score(0.8, {"reason": "fine"})]

@@ -163,6 +163,18 @@ def test_the_point_score_of_version_1() -> None:
         assert values(score_checked(made("unified_reward", server, form="point"), [edit()])) == [pytest.approx(3.4)]
 
 
+@pytest.mark.parametrize(("text", "reason", "expected"), [
+    ("Final Score: 3", "length", "the last number may be incomplete; it was cut off"),  # of 3.75
+    ("Final Score: 3.75", "stop", 3.75),
+    ("Final Score: 3.75\n", "length", 3.75),
+])  # fmt: skip
+def test_a_score_that_was_cut_is_none(text: str, reason: str, expected: object) -> None:
+    scorer: Any = make_scorer("unified_reward", {"model": "m", "address": "http://127.0.0.1:1/v1", "form": "point"})
+    scorer.judge.ask = lambda *_, **__: {"message": {"content": text}, "finish_reason": reason}
+    [found] = scorer.score([edit()])
+    assert found.value == expected if isinstance(found, Score) else str(expected) in found.message
+
+
 def test_the_published_example_answers_are_read() -> None:
     """From point_score_ACS_image_generation.py and pair_score_image_generation.py of UnifiedReward."""
     axes = "Alignment Score (1-5): 2.694700002670288\nCoherence Score (1-5): 2.371500015258789\n"

@@ -3,6 +3,7 @@
     diffusers   transformer.transformer_blocks.0.attn.to_q.lora_A.weight     alpha in the metadata; without it, the rank
     PEFT        base_model.model.transformer_blocks.0.attn.to_q.lora_A.weight    alpha in adapter_config.json
     kohya       lora_unet_down_blocks_0_..._to_q.lora_down.weight            alpha in .alpha tensors
+    DanceGRPO   as diffusers, without metadata                               alpha in lora_config.json
 
     XLabs       double_blocks.0.processor.qkv_lora1.down.weight              alpha is the rank
 
@@ -41,6 +42,12 @@ logger = logging.getLogger(__name__)
 KEY = "model.train.initial_adapter"
 
 PEFT_CONFIG, PEFT_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+FASTVIDEO_CONFIG = "lora_config.json"
+"""Config of FastVideo and DanceGRPO beside a file of diffusers, which has no metadata: alpha is there alone."""
+
+_MOVES_BASE = re.compile(r"pissa|olora|corda|loftq|lora_ga")
+"""Start of the initializations of PEFT that take the first update out of the weights of the base."""
 
 _FACTORS = {
     "lora_A.weight": "A", f"lora_A.{ADAPTER}.weight": "A", "lora_down.weight": "A", "lora.down.weight": "A",
@@ -226,25 +233,33 @@ def _tensors_of(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _recorded_alpha(path: Path, network: str, metadata: Mapping[str, str]) -> float | None:
-    """alpha by the metadata of diffusers or the config of PEFT; None where neither is there.
+    """alpha by the metadata of diffusers, or the config of PEFT, FastVideo or DanceGRPO; None where none is there.
 
     Raises:
-        ConfigError: a config that sets more than one alpha, or another construction.
+        ConfigError: a config that sets more than one alpha, another construction, or a base that was changed.
     """
-    config = path.parent / PEFT_CONFIG
-    of_peft = path.name == PEFT_FILE and config.is_file()
-    start = "" if of_peft else f"{network}."
+    stored, start = metadata.get("lora_adapter_metadata"), f"{network}."
+    of_peft = path.name == PEFT_FILE
+    config = path.parent / (PEFT_CONFIG if of_peft else FASTVIDEO_CONFIG)
+    beside = (of_peft or stored is None) and config.is_file()
     try:
-        text = config.read_text(encoding="utf-8") if of_peft else metadata.get("lora_adapter_metadata", "{}")
+        text = config.read_text(encoding="utf-8") if beside else stored or "{}"
         found: dict[str, Any] = plain_json.loads(text)
+        if beside:
+            found, start = found if of_peft else found.get("lora_params", {}), ""
         about = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
         alpha = float(about["lora_alpha"]) if "lora_alpha" in about else None
     except (ValueError, TypeError, AttributeError, OverflowError):  # no object, or no number
-        damaged = path if start else config
+        damaged = config if beside else path
         raise ConfigError(f"{KEY}: {damaged}: its LoRA config is damaged; copy it anew") from None
     for option in ("use_dora", "use_rslora", "lora_bias", "alpha_pattern"):
         if about.get(option):
             raise ConfigError(f"{KEY}: {path} was trained with {option}, which is not supported; give another LoRA")
+    if _MOVES_BASE.match(init := str(about.get("init_lora_weights"))):
+        raise ConfigError(
+            f"{KEY}: {path} began with init_lora_weights={init}, which changed the base: on the released one it is "
+            "another model; convert it with save_pretrained(path_initial_model_for_weight_conversion=...) of PEFT"
+        )
     return alpha
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 from unicodedata import normalize
 
-from retouch.data.base import DataError, DataSection, ItemFiles
+from retouch.data.base import DataError, DataSection, ItemError, ItemFiles
 from retouch.data.formats import FORMATS
 from retouch.data.formats.manifest import ManifestData, manifest_item
 from retouch.data.lists import SUFFIXES, entries_of, read_text, suffix_of
@@ -19,6 +19,10 @@ from retouch.files.disk import files_below, on_disk
 from retouch.registry import import_plugins_of_environment
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+
+OTHER_IMAGES = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".gif", ".svg", ".psd", ".dng", ".cr2", ".nef", ".arw")
+"""Suffixes of images that are listed as unused: not every Pillow reads them, or they hold more than one image."""
+
 CAPTIONS = (".txt", ".caption")
 
 MASKS = ("mask", "masks", "masklabel")
@@ -28,7 +32,7 @@ _ROLES = {
     "mask_path": MASKS,
     "target_path": ("target", "targets"),
     "reference_path": ("ref", "refs", "reference", "references"),
-    "image_path": ("image", "images", "source", "sources", "original", "originals"),
+    "image_path": ("image", "images", "img", "imgs", "source", "sources", "original", "originals"),
     "prompt": ("caption", "captions", "prompt", "prompts"),
 }
 """Key of a manifest -> its folder names, and its endings of file names (photo_mask.png)."""
@@ -105,11 +109,15 @@ def discover(path: Path) -> Found:
     path = on_disk(path)
     if not path.exists():
         raise DataError(f"FOLDER: given {path}; no such file or folder")
+    if not _is_utf8(path):
+        raise DataError(f"FOLDER: given {path}, a name that is not UTF-8, which no run file can hold; rename it")
     section = recognised(path, _SIZE) or _manifest_in(path, _SIZE)
-    found = _pairs(path) if section is None else _as_listed(section)
-    if not found.items and section is not None:
+    found = Found("", [], "") if section is None else _as_listed(section)
+    if not found.items and path.is_dir():
         found = _pairs(path)
     if not found.items:
+        if section is not None and (broken := [item for item in section.items() if isinstance(item, ItemError)]):
+            raise DataError(f"FOLDER: given {path}, a list for data.format={section.format}; {broken[0]}")
         raise DataError(
             f"FOLDER: given {path}; expected {expected_paths()}, or images with captions: photo.png, photo.txt and "
             "photo_mask.png, or images/photo.png, captions/photo.txt and masks/photo.png; add what is missing"
@@ -146,6 +154,11 @@ def _pairs(path: Path) -> Found:
     left_out: list[str] = []
     for file in _files(path):
         folder, stem, role = _place(file, path)
+        unread = suffix_of(file) in OTHER_IMAGES
+        if unread or not _is_utf8(file):
+            reason = "not read; convert it to PNG or JPEG" if unread else "a name that is not UTF-8; rename it"
+            left_out.append(f"{os.path.relpath(file, path)}: {reason}")
+            continue
         first = groups.setdefault((folder, stem), {}).setdefault(role, file)
         if first != file:
             names = (os.path.relpath(each, path) for each in (file, first))
@@ -177,10 +190,15 @@ def _item(entry: dict[str, str], number: int) -> ItemFiles:
     return replace(item, target="file") if item.target_path else item
 
 
+def _is_utf8(path: Path) -> bool:
+    """Whether the name of a file can be written to a list: archives of other systems have names in other encodings."""
+    return os.fsencode(path).decode("utf-8", "replace").encode() == os.fsencode(path)
+
+
 def _files(folder: Path) -> Iterator[Path]:
-    """Images, and texts that can be their captions, except hidden files."""
+    """Images, also those that are not read, and texts that can be captions, except hidden files."""
     for file in sorted(files_below(folder)):
-        if file.is_file() and suffix_of(file) in (*IMAGES, *CAPTIONS):
+        if file.is_file() and suffix_of(file) in (*IMAGES, *CAPTIONS, *OTHER_IMAGES):
             yield file
 
 
@@ -192,10 +210,12 @@ def _place(file: Path, top: Path) -> tuple[Path, str, str]:
     """
     stem, folder = file.stem, file.parent
     role = "image_path" if suffix_of(file) in IMAGES else "prompt"
-    of_folder = None if folder == top else _ROLE_OF.get(folder.name.lower())
-    if of_folder is not None:
-        folder = folder.parent
-        role = role if role == "prompt" else of_folder
+    above = folder.relative_to(top).parts
+    # the folder of a role may hold others: img/10_dog/1.png and mask/10_dog/1.png
+    place = next((i for i in reversed(range(len(above))) if above[i].lower() in _ROLE_OF), None)
+    if place is not None:
+        folder = top.joinpath(*above[:place], *above[place + 1 :])
+        role = role if role == "prompt" else _ROLE_OF[above[place].lower()]
     ending = re.fullmatch(r"(.+)[_.-]([a-z]+)", stem, re.IGNORECASE)
     if ending is not None and _ROLE_OF.get(ending[2].lower()) is not None:
         stem = ending[1]

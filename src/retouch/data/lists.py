@@ -35,6 +35,16 @@ PATH_KEYS = {
 }
 """File of an entry -> the keys that name it; the first that is present counts."""
 
+OTHER_KEYS = {
+    "image_path": ("source", "source_path", "source_image", "input_image", "image_file", "img_path"),
+    "mask_path": ("mask_image", "mask_file"),
+    "target_path": ("target", "target_image", "edited_image", "output_image"),
+    "reference_path": ("reference", "reference_image"),
+    "win_path": ("win",),
+    "lose_path": ("lose",),
+}
+"""File of an entry -> keys of other programs, which are metadata here: an entry with its file under one is an error."""
+
 
 def require_file(path: Path) -> None:
     """Raises: DataError: nothing, or a pipe, a device, or a folder, in place of a file."""
@@ -139,9 +149,14 @@ def _refuse_wrapped(path: Path, text: str) -> None:
 
 
 def _wrapping_key(entry: Mapping[str, Any]) -> str | None:
-    """The key under which an object holds a list of objects."""
+    """The key under which an object holds a list of objects with a caption."""
     listed = ((key, cast("list[Any]", part)) for key, part in entry.items() if isinstance(part, list))
-    return next((key for key, part in listed if part and isinstance(part[0], dict)), None)
+    firsts = {key: cast("dict[str, Any]", part[0]) for key, part in listed if part and isinstance(part[0], dict)}
+    return next((key for key, first in firsts.items() if not first.keys().isdisjoint(_CAPTIONS)), None)
+
+
+_CAPTIONS = ("prompt", "text", "caption")
+"""Keys of an entry's caption; `prompt` alone is read, and a message names the others."""
 
 
 def suffix_of(path: Path) -> str:

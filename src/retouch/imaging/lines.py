@@ -84,6 +84,8 @@ def parse_lines(given: object) -> tuple[TextLine, ...]:
     lines = tuple(_line(entry, f"line {number}") for number, entry in enumerate(entries, 1))
     if len({line.polygon is None for line in lines}) > 1:
         raise ValueError("some lines have a polygon or box and others none; give every line one, or none of them")
+    if all(line.bounds is not None and max(line.bounds) <= 1 for line in lines):
+        raise ValueError("all places lie within one pixel, as shares of the sides do; give them in pixels of the image")
     return lines
 
 

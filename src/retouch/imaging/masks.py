@@ -74,7 +74,10 @@ def read_mask(image: Image.Image, name: str, *, invert: bool = False) -> MaskRea
         hint = f"paint the area to repaint {paint}, the rest {rest} (data.invert_mask={str(invert).lower()})"
         raise ImageProblem(f"{name}: the mask ({seen}) is {what}; {hint}")
     mask = Image.fromarray(masked.astype(np.uint8) * 255, "L")
-    return MaskReading(mask, channel, _doubt(values, masked, channel, invert))
+    doubt = _doubt(values, masked, channel, invert)
+    if doubt is None and channel == "red":
+        doubt = _label_colours(image, masked)
+    return MaskReading(mask, channel, doubt)
 
 
 MAY_BE_INVERTED = (
@@ -89,6 +92,9 @@ _PLATEAU = 4
 """Distance to the median level of the masked region, and of the kept one, within which most pixels of a mask lie, also
 after JPEG."""
 
+_FLAT_SHARE = 0.1
+"""Least share of the pixels of a flat level; the levels of a soft edge have a few per cent, even in small images."""
+
 _FAR_SHARE = 0.6
 """Share of the pixels far from both levels above which a file is no mask. Photographs have .8 and more, a mask that is
 blurred by a tenth of its size has .5."""
@@ -100,8 +106,14 @@ def _doubt(values: Pixels, masked: NDArray[np.bool_], channel: str, invert: bool
     edge = np.concatenate([masked[0], masked[-1], masked[1:-1, 0], masked[1:-1, -1]])
     if channel == "alpha" and not invert and edge.mean() > 0.5:
         return MAY_BE_INVERTED
-    # A photograph has many levels, and most of its pixels are far from two of them.
+    # A photograph has many levels, and most of its pixels are far from two of them; a map of labels has several flat
+    # ones, a mask two.
     counts = np.bincount(values.ravel(), minlength=256)
+    flat = np.flatnonzero(counts >= _FLAT_SHARE * values.size)
+    if channel == "luminance" and (np.diff(flat) > _PLATEAU).sum() > 1:
+        return (
+            f"the flat levels {', '.join(map(str, flat))}, as in a map of labels; those from {MASK_THRESHOLD} on count"
+        )
     levels = int((counts > 0).sum())
     if levels <= _FEW_LEVELS:
         return None
@@ -113,6 +125,28 @@ def _doubt(values: Pixels, masked: NDArray[np.bool_], channel: str, invert: bool
     return (
         f"{levels} grey levels in the {channel} channel, {far:.0%} of the pixels far from two levels: a photograph has "
         "these, a mask has black, white and soft edges; were image and mask exchanged?"
+    )
+
+
+_MOST_LABELS = 64
+"""Colours of a map of labels (DAVIS, VOC, SAM), which have no soft edges; red paint on a photograph has more."""
+
+_COLOURED = 64
+"""Least difference between the channels of a label's colour."""
+
+
+def _label_colours(image: Image.Image, masked: NDArray[np.bool_]) -> str | None:
+    """The doubt about a mask of the red channel in an image of a few colours, of which two or more are not masked, and
+    one of these is no black, grey or white: of a map of labels only the red objects would be repainted."""
+    colours = image.convert("RGB")
+    if colours.getcolors(_MOST_LABELS) is None:
+        return None
+    kept = np.unique(np.asarray(colours)[~masked], axis=0)
+    if len(kept) < 2 or np.ptp(kept, axis=-1).max() < _COLOURED:
+        return None
+    return (
+        f"{len(kept)} colours beside the masked red, as in a map of labels, of which {masked.mean():.0%} of the pixels "
+        "are repainted; write one object white and the rest black"
     )
 
 

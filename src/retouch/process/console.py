@@ -44,7 +44,8 @@ class LastingFile(io.FileIO):
 
 
 def outlast_readers() -> None:
-    """From here on, no write to standard output or standard error fails. Streams of other kinds (a notebook's, a
+    """From here on, no write to standard output or standard error fails; a character that their encoding has not is
+    escaped. Streams of other kinds (a notebook's, a
     test's) stay. A closed descriptor is opened on the null device, or the next file to be opened would receive what
     libraries print."""
     for number in range(3):
@@ -96,10 +97,13 @@ def _lasting(before: Any, number: int) -> io.TextIOWrapper | None:
         before.flush()
     lasting = LastingFile(number, "w", closefd=False)
     lasting.before = before
+    # A prompt may hold a character that the encoding of a terminal (cp1252, ASCII) has not, and a file name half of a
+    # surrogate pair. The latter alone is written as it came under `surrogateescape`.
+    names_alone = before.errors == "surrogateescape" and not before.encoding.lower().startswith("utf")
     return io.TextIOWrapper(
         io.BufferedWriter(lasting),
         encoding=before.encoding,
-        errors=before.errors,
+        errors="backslashreplace" if names_alone or before.errors == "strict" else before.errors,
         line_buffering=before.line_buffering or before.write_through,
         write_through=before.write_through,
     )

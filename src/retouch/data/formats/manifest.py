@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, TargetRole, item_or_error
 from retouch.data.lists import (
+    OTHER_KEYS,
     PATH_KEYS,
     SUFFIXES,
     TEXT_KEYS,
@@ -116,7 +117,9 @@ def manifest_item(given: Any, position: int, root: Path, *, mask_lines: bool = T
     prompt_key = "text" if captioned else "prompt"
     if not entry.get(prompt_key):
         raise DataError(f"prompt missing or empty; each entry needs one{keys_in_place_of(['prompt'], entry)}")
-    near = near_keys(entry, (key for role, keys in PATH_KEYS.items() if not entry.get(used[role]) for key in keys))
+    absent = [role for role, key in used.items() if not entry.get(key)]
+    near = near_keys(entry, (key for role in absent for key in PATH_KEYS[role]))
+    near |= {key: role for role in absent for key in OTHER_KEYS.get(role, ()) if key in entry}
     if meant := next((key for key in near if _names_file(root, entry[key])), None):  # another value is metadata
         raise DataError(f"the key {meant!r} is not read; rename it to {near[meant]!r}")
     if entry.get(used["mask_path"]) and not entry.get(used["image_path"]):

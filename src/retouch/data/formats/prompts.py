@@ -63,7 +63,13 @@ class PromptsData(DataSection):
         if suffix_of(path) in (*SUFFIXES, *_TABLES):
             entries = entries_of(path) if suffix_of(path) in SUFFIXES else _rows(path)
             return [item_or_error(f"entry {i}", self._item, entry, i) for i, entry in enumerate(entries)]
-        return [ItemFiles(id=number - 1, prompt=line.strip()) for number, line in lines_of(path)]
+        lines = lines_of(path)
+        if lines and all("\t" in line.strip() for _, line in lines):
+            raise DataError(
+                f"data.path: {path}: each line has a tab, as in a table; give a .tsv with a header that names the "
+                f"column {self.prompt_key!r}"
+            )
+        return [ItemFiles(id=number - 1, prompt=line.strip()) for number, line in lines]
 
     def _item(self, given: Any, position: int) -> ItemFiles:
         entry, key = fields_of(given), self.prompt_key

@@ -262,6 +262,8 @@ class JudgeClient:
         told = f"HTTP {reply.status}: {start or 'an empty reply'}"
         if reply.status == 404 and not self.address.endswith("/v1") and not self._query:
             told += "; the address of an OpenAI-compatible endpoint ends with /v1"
+        if 300 <= reply.status < 400:
+            told += f"; it redirects to {reply.headers.get('location')}"
         try:
             found = read(reply)
         except ValueError:

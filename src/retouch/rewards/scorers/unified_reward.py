@@ -15,7 +15,7 @@ from typing import Any, Literal
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
 from retouch.rewards.scorers.judge_client import image_part
-from retouch.rewards.scorers.judge_replies import read_by
+from retouch.rewards.scorers.judge_replies import cut, read_by, text_of
 from retouch.rewards.scorers.judged import AnswerError
 from retouch.rewards.scorers.pairing import PairEntry, PairScorer
 from retouch.types import Failure, Outcome, Score
@@ -79,6 +79,9 @@ class UnifiedRewardScorer(PairScorer[UnifiedRewardReward]):
         question = rubric(f"unified_reward_{self.options.form}").replace(PROMPT, prompt)
         content = [*images, {"type": "text", "text": question}]
         choice = self.judge.ask([{"role": "user", "content": content}], max_tokens=_MAX_TOKENS)
+        text = text_of(choice)
+        if text[-1:].isdigit() and (ending := cut(choice, text)):
+            raise AnswerError(f"the last number may be incomplete{ending}")
         try:
             return read_by(read, choice)
         except ValueError as error:
