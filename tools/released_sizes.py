@@ -167,7 +167,7 @@ def z_image(c: Any, image: int, text: int) -> dict[str, Any]:
 
 
 def unet(c: Any, image: int, text: int) -> dict[str, Any]:
-    given = {
+    given: dict[str, Any] = {
         "sample": empty(1, c["in_channels"], 16, image // 16),
         "timestep": empty(1),
         "encoder_hidden_states": empty(1, text, c["cross_attention_dim"]),
