@@ -498,6 +498,10 @@ def test_resume_between_cycles_is_bitwise_and_inside_is_refused(vlm_file: RunFil
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert records(tmp_path / "again") == records(tmp_path / "whole")
     assert not all(torch.equal(whole[name], weights(tmp_path / "whole", 4)[name]) for name in whole)
+    # three passes make a cycle of six, and the checkpoint would lie inside one
+    other = "algorithm.trl.num_iterations=3", "training.max_steps=12", "training.checkpoint_every=6"
+    refused = train(file, "name=again", "resume=auto", *other)
+    assert refused.code == 2 and "set them back, resume from a checkpoint at a multiple of 6" in refused.err
     other = train(file, "name=again", "resume=auto", "algorithm.trl.lora_r=2", "training.max_steps=12")
     assert other.code == 2 and "lora_r changed" in other.err
 

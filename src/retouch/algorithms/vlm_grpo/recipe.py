@@ -26,7 +26,7 @@ from datasets import Dataset as Table
 from datasets.utils.logging import set_verbosity_error
 from trl import GRPOConfig
 
-from retouch.algorithms.vlm_grpo.checkpoint import require_same_engine
+from retouch.algorithms.vlm_grpo.checkpoint import require_between_cycles, require_same_engine
 from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.algorithms.vlm_grpo.responses import Responses
 from retouch.algorithms.vlm_grpo.run import PromptOrder, Rows, VlmRun, build_run, name_for_vllm
@@ -102,6 +102,7 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
         rewards = state.get("rewards") or run.rewards.state()  # old checkpoints hold none
         run.rewards.restore(rewards, arguments.process_index, arguments.world_size)
         step = int(state["progress"]["step"])
+        require_between_cycles(folder, step, run.derived.optimizer_steps_per_generation)
         if has_finished(config, step, read_metrics(metrics)):
             logger.info("the run had already ended at step %d", step)
             return
