@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from retouch.data.sampler import (
     Slot,
     rank_slots,
 )
+from retouch.rewards.protocol import RewardItem
+from retouch.rewards.table import Scores
 from retouch.training import experience
 from retouch.types import Failure, Score
 
@@ -61,6 +64,21 @@ def test_shared_noise_is_shared_within_the_group_only(config: Config, drawn: lis
 
 
 # --- groups and weights ---
+
+
+def test_a_row_of_the_grid_is_a_group_where_processes_cut_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five of nine samples of each rollout batch, in groups of three: the second batch begins a group of its own."""
+    monkeypatch.setattr(experience, "grid", lambda rows: [[label for _, label in row] for row in rows])
+    batches = [
+        Scores(
+            {"a": [Failure("timeout", "-") if number == 1 else Score(group + number / 10) for group, number in slots]},
+            {"a": 1.0},
+            [RewardItem(number, "", np.zeros((1, 1, 3), np.uint8), group=group) for group, number in slots],
+        )
+        for slots in ([(0, 0), (0, 1), (0, 2), (1, 0)], [(1, 1)], [(2, 0), (2, 1), (2, 2), (3, 0)], [(3, 1)])
+    ]
+    shown = [["0.00", "failed", "0.20"], ["1.00", "failed"], ["2.00", "failed", "2.20"]]
+    assert experience.rollout_grid(batches, 3) == shown
 
 
 def test_an_epoch_without_any_signal_is_skipped_under_a_kl_as_well(config: Config, scripted: Use) -> None:

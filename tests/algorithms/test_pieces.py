@@ -105,22 +105,36 @@ def test_a_resumed_run_keeps_the_forwards_of_its_checkpoint(
 
 
 def test_only_changes_of_a_run_file_are_told(caplog: pytest.LogCaptureFixture, config: Config) -> None:
-    run = config()
-    lines = [line for line in dump_run(run).splitlines() if line.split(":")[0].strip() not in ("options", "on_drift")]
-    written = config(reward_client__probe_every=1, reward_client__on_drift="stop")
-    for later, told in ((run, []), (written, ["probe_every: 1", "on_drift: stop"])):  # keys of a later version
-        caplog.clear()
-        resume._warn_of_changes("\n".join(lines), dump_run(later), resume._default_lines(later))
-        assert caplog.messages == [f"changed since the checkpoint: {line}" for line in told]
-    before = "optimizer:\n  lr: 1.0e-4\n"
+    two = {"preservation": {"weight": 0.5}, "other": {"scorer": "preservation"}}
+    run = config(rewards=two)
+    written: Any = yaml.safe_load(dump_run(run))
+    for section, option in (
+        ("optimizer", "options"),
+        ("optimizer", "steps_per_forward"),
+        ("reward_client", "on_drift"),
+    ):
+        del written[section][option]
+
+    def changed(**options: Any) -> Config:
+        return lambda: config(**{"rewards": two, **options})
+
+    once = {"optimizer__steps_per_forward": None}  # all in one forward, as before there was the key
     for now, told in (
-        ("  lr: 1.0e-4\n  steps_per_forward: null\n", []),  # as it was before there was the key
-        ("  lr: 1.0e-4\n  steps_per_forward: auto\n", ["changed since the checkpoint: steps_per_forward: auto"]),
-        ("  lr: 2.0e-4\n", ["changed since the checkpoint: lr: 2.0e-4"]),
+        (changed(**once), []),
+        (changed(), ['optimizer.steps_per_forward: "auto" (was null)']),
+        (changed(**once, optimizer__lr=2e-4, resume="auto"), ["optimizer.lr: 0.0002 (was 0.0001)"]),
+        # the other reward has had the same line
+        (changed(**once, rewards={**two, "preservation": {}}), ["rewards.preservation.weight: 1.0 (was 0.5)"]),
+        (
+            changed(**once, rewards={"preservation": {"weight": 0.5}}),
+            ['rewards.other: null (was "preservation")'],
+        ),
+        (changed(**once, ema={"decay": 0.5}), ['ema: {"decay": 0.5, "update_interval": 1} (was null)']),
+        (
+            changed(**once, reward_client__probe_every=1, reward_client__on_drift="stop"),
+            ["reward_client.probe_every: 1 (was 0)", 'reward_client.on_drift: "stop" (was "warn")'],
+        ),
     ):
         caplog.clear()
-        resume._warn_of_changes(before, f"optimizer:\n{now}")
-        assert caplog.messages == told
-    caplog.clear()
-    resume._warn_of_changes("  steps_per_forward: auto\n", "  steps_per_forward: null\n")
-    assert len(caplog.messages) == 1
+        resume._warn_of_changes(written, now())
+        assert caplog.messages == [f"changed since the checkpoint: {line}" for line in told]

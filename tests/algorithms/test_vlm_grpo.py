@@ -311,24 +311,33 @@ def test_failed_rows_leave_the_denominator(rows: int, accumulated: int, parts_of
     valid = [one["tool_mask"].any(1) for one in inputs]
     assert (len(inputs), int(sum(keep.sum() for keep in valid))) == (accumulated, 5)
     own, trls = VlmTrainer._compute_loss, GRPOTrainer._compute_loss
+    # means over micro-batches, of which some may have lost all of their rows
+    by_micro_batch = [of_rows([one], [keep]) for one, keep in zip(inputs, valid, strict=True) if bool(keep.any())]
     for loss_type in ("grpo", "dr_grpo", "bnpo", "dapo", "sapo", "luspo"):
         trainer.loss_type = loss_type
-        trainer._scale = trainer._loss_scale()
+        trainer._factors = trainer._loss_factors()
         found = summed(trainer, own, inputs)
-        if loss_type == "bnpo":  # a mean over micro-batches, of which some may have lost all of their rows
-            left = [of_rows([one], [keep]) for one, keep in zip(inputs, valid, strict=True) if bool(keep.any())]
-        else:
-            left = [of_rows(inputs, valid)]
+        left = by_micro_batch if loss_type == "bnpo" else [of_rows(inputs, valid)]
         expected, counted = summed(trainer, trls, left), summed(trainer, trls, inputs)
         scale = max(float(g.abs().max()) for g in expected.values())
         assert scale > 0
         assert all(torch.allclose(found[n], expected[n], atol=1e-5 * scale) for n in expected), loss_type
         if loss_type in ("grpo", "dr_grpo"):  # TRL's own loss divides by the failed rows as well
             assert any(not torch.allclose(counted[n], expected[n], atol=0.1 * scale) for n in expected)
+        # TRL's entropy bonus is a mean over the tokens of each micro-batch, whatever the loss type divides by
+        both = [(own, inputs, found), (trls, by_micro_batch, summed(trainer, trls, by_micro_batch))]
+        trainer._entropy_bonus_enabled, trainer.entropy_coef = True, 0.3
+        trainer._factors = trainer._loss_factors()
+        bonus, right = ({n: g - before[n] for n, g in summed(trainer, *of).items()} for *of, before in both)
+        trainer._entropy_bonus_enabled, trainer.entropy_coef = False, 0.0
+        scale = max(float(g.abs().max()) for g in right.values())
+        assert scale > 0 and all(torch.allclose(bonus[n], right[n], atol=1e-3 * scale) for n in right), loss_type
+        assert trainer.beta == 0.1
     trainer.loss_type = "grpo"
     own_gather = trainer.accelerator.gather
-    trainer.accelerator.gather = lambda t: torch.cat([own_gather(t), torch.tensor([[8, 8]])])
-    assert trainer._loss_scale() == 16 / 13  # nothing failed on another process
+    of_another = torch.tensor([[8, 8, accumulated, accumulated]])  # process, on which nothing failed
+    trainer.accelerator.gather = lambda t: torch.cat([own_gather(t), of_another])
+    assert trainer._loss_factors() == (1.0, 16 / 13)
 
 
 @pytest.mark.parametrize(("process", "expected"), [(0, [True, False, True, False]), (1, [False, False, True, True])])
@@ -489,6 +498,10 @@ def test_resume_between_cycles_is_bitwise_and_inside_is_refused(vlm_file: RunFil
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert records(tmp_path / "again") == records(tmp_path / "whole")
     assert not all(torch.equal(whole[name], weights(tmp_path / "whole", 4)[name]) for name in whole)
+    # three passes make a cycle of six, and the checkpoint would lie inside one
+    other = "algorithm.trl.num_iterations=3", "training.max_steps=12", "training.checkpoint_every=6"
+    refused = train(file, "name=again", "resume=auto", *other)
+    assert refused.code == 2 and "set them back, resume from a checkpoint at a multiple of 6" in refused.err
     other = train(file, "name=again", "resume=auto", "algorithm.trl.lora_r=2", "training.max_steps=12")
     assert other.code == 2 and "lora_r changed" in other.err
 

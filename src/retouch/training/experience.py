@@ -427,15 +427,13 @@ def log_rollouts(
     run.dir.log("rollout", step, {"epoch": epoch, **statistics}, timings or None)
     every = run.config.logging.rollout_images_every
     if every and epoch % every == 0:
-        run.dir.save_image(step, "rollouts", rollout_grid(scores, run.config.rollout.group_size))
+        run.dir.save_image(step, "rollouts", rollout_grid(scores))
 
 
-def rollout_grid(scores: Sequence[Scores], group_size: int, groups: int = 6) -> Image:
-    """The first groups of an epoch, one a row, each image with its combined score."""
-    cells = [
-        (item.image, "failed" if score is None else f"{score:.2f}")
-        for batch in scores
-        for item, score in zip(batch.items, batch.combined(), strict=True)
-    ]
-    rows = [cells[i : i + group_size] for i in range(0, len(cells), group_size)]
-    return grid(rows[:groups])
+def rollout_grid(scores: Sequence[Scores], groups: int = 6) -> Image:
+    """The first groups of an epoch that this process has samples of, one a row, each image with its combined score."""
+    rows: dict[int | None, list[tuple[Any, str]]] = {}
+    for batch in scores:
+        for item, score in zip(batch.items, batch.combined(), strict=True):
+            rows.setdefault(item.group, []).append((item.image, "failed" if score is None else f"{score:.2f}"))
+    return grid([*rows.values()][:groups])

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import yaml
 from pydantic_core import to_jsonable_python
 
 from retouch.config import ConfigError, RunConfig, dump_run, yaml12
-from retouch.config.base import Section, sections
+from retouch.config.base import Section
 from retouch.config.load import with_new_names
 from retouch.config.optimizer import DEFAULT_ACCUMULATION
 from retouch.config.reads import EARLIER_DEFAULTS
@@ -135,7 +134,8 @@ def same_kind(folder: Path, state: Mapping[str, Any], config: RunConfig) -> None
         CheckpointError: with the option that must be set back.
     """
     _require_same_kind(folder, state, config)
-    _warn_of_changes(state["config"], dump_run(config), _default_lines(config))
+    with _reading_run_file(folder):
+        _warn_of_changes(saved_run_file(state, folder), config)
 
 
 def require_it_fits(config: RunConfig, run_dir: RunDir) -> None:
@@ -251,29 +251,56 @@ def changes_in_epoch(
     return _changes(RunConfig, config, before, now)
 
 
+def _warn_of_changes(saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Log every option that differs from the run file of a checkpoint. One that did not exist yet had its default, or
+    that of before there was its key."""
+    before = with_new_names(saved)
+    for key, default in EARLIER_DEFAULTS.items():
+        section, _, option = key.partition(".")
+        before[section] = {option: default, **before[section]}
+    for key, then, given, _ in _changes(RunConfig, config, before, yaml12.parse(dump_run(config)), every=True):
+        if key != "resume":
+            logger.warning("changed since the checkpoint: %s: %s (was %s)", key, json.dumps(given), json.dumps(then))
+
+
 def _changes(
-    kind: type[Section], section: Section | None, before: Mapping[str, Any], now: Mapping[str, Any], key: str = ""
+    kind: type[Section],
+    section: Section | None,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    key: str = "",
+    *,
+    every: bool = False,
 ) -> Iterator[tuple[str, Any, Any, bool]]:
-    """`changes_in_epoch` of a section of class `kind`; None where only the checkpoint has it."""
+    """`changes_in_epoch` of a section of class `kind`; None where only the checkpoint has it.
+
+    Args:
+        every: options that are free in an epoch as well.
+    """
     retired = kind.retired()
     defaults = {**retired, **_defaults(kind, dict(now if section is None else section))}
     for name in [*kind.model_fields, *retired]:
         then, given = before.get(name, defaults.get(name)), now.get(name, defaults.get(name))
-        if then == given or kind.is_free_in_epoch(name, then, given):
+        if then == given or (not every and kind.is_free_in_epoch(name, then, given)):
             continue
         # A section is compared option by option, each by the rule of its own class. `rewards` is no section but a
         # mapping of them; an entry that is gone is compared by the base of all.
         inside = getattr(section, name, None)
         if isinstance(inside, Section) and isinstance(then, dict):
-            yield from _changes(type(inside), inside, cast("dict[str, Any]", then), given, f"{key}{name}.")
+            parts = cast("dict[str, Any]", then), given
+            yield from _changes(type(inside), inside, *parts, f"{key}{name}.", every=every)
         elif name == "rewards" and isinstance(then, dict):
             earlier = cast("dict[str, Any]", then)
             counts = trained_on(cast("Mapping[str, RewardEntry]", inside or {}))
             for entry in {**earlier, **given}:
                 own = cast("Mapping[str, Section]", inside or {}).get(entry)
                 parts = earlier.get(entry, {}), given.get(entry, {})
-                found = _changes(RewardEntry if own is None else type(own), own, *parts, f"{key}{name}.{entry}.")
-                yield from (change for change in found if not change[-1] or entry in counts)
+                if every and not all(parts):
+                    yield f"{key}{name}.{entry}", *(part.get("scorer") for part in parts), False
+                    continue
+                of_entry = RewardEntry if own is None else type(own)
+                found = _changes(of_entry, own, *parts, f"{key}{name}.{entry}.", every=every)
+                yield from (change for change in found if every or not change[-1] or entry in counts)
         else:
             yield f"{key}{name}", then, given, name in retired
 
@@ -374,30 +401,3 @@ def _defaults(kind: type[Section], given: dict[str, Any]) -> dict[str, Any]:
         for name, field in kind.model_fields.items()
         if not field.is_required()
     }
-
-
-def _default_lines(config: RunConfig) -> set[str]:
-    """Lines of a run file that every option of a later version has at its default."""
-    later = {key.rpartition(".")[2] for key in EARLIER_DEFAULTS}  # those have another default than before
-    found = (_own_defaults(section) for _, section in sections(config))
-    own = [{name: value for name, value in defaults.items() if name not in later} for defaults in found]
-    return {line.strip() for defaults in own for line in yaml.dump(defaults, Dumper=yaml12.Dumper).splitlines()}
-
-
-def _warn_of_changes(saved: str, current: str, defaults: Collection[str] = ()) -> None:
-    """Log every line of the run file that differs; one with the default of before there was its key does not.
-
-    Args:
-        defaults: lines that change nothing where their keys are missing in the saved file.
-    """
-    before, now = saved.splitlines(), current.splitlines()
-    options = {key.rpartition(".")[2]: json.dumps(value) for key, value in EARLIER_DEFAULTS.items()}
-    keys = {line.strip().partition(":")[0] for line in before}
-    unchanged = {f"{option}: {value}" for option, value in options.items() if option not in keys}
-    for line in now:
-        key, _, value = line.strip().partition(": ")
-        # an option of a later version, which is not used
-        if key not in keys and (value == "null" or line.strip() in defaults):
-            continue
-        if line not in before and not line.startswith("resume:") and line.strip() not in unchanged:
-            logger.warning("changed since the checkpoint: %s", line.strip())

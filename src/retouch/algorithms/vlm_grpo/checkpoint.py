@@ -57,6 +57,24 @@ def require_same_engine(folder: Path, stage: int | None, processes: int) -> None
         )
 
 
+def require_between_cycles(folder: Path, step: int, cycle: int) -> None:
+    """Reject a checkpoint that lies inside a cycle of the run file, whose completions would count as generated: later
+    checkpoints would lose those that are still to be trained on.
+
+    Args:
+        cycle: optimizer steps of one.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    if step % cycle:
+        raise CheckpointError(
+            f"{folder}: was written at step {step}, but the run file generates completions every {cycle} optimizer "
+            "steps (steps_per_generation x num_iterations / gradient_accumulation_steps); set them back, resume from a "
+            f"checkpoint at a multiple of {cycle}, or start a new run under another name=..."
+        )
+
+
 def finish_checkpoint(writing: Path, step: int, config: RunConfig, rewards: Mapping[str, Any], *, pinned: bool) -> Path:
     """Turn what the trainer wrote below `writing` into a checkpoint, by one rename; delete old ones beyond
     `training.keep_checkpoints`.

@@ -26,7 +26,7 @@ from datasets import Dataset as Table
 from datasets.utils.logging import set_verbosity_error
 from trl import GRPOConfig
 
-from retouch.algorithms.vlm_grpo.checkpoint import require_same_engine
+from retouch.algorithms.vlm_grpo.checkpoint import require_between_cycles, require_same_engine
 from retouch.algorithms.vlm_grpo.config import VlmGrpoConfig
 from retouch.algorithms.vlm_grpo.responses import Responses
 from retouch.algorithms.vlm_grpo.run import PromptOrder, Rows, VlmRun, build_run, name_for_vllm
@@ -102,6 +102,7 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
         rewards = state.get("rewards") or run.rewards.state()  # old checkpoints hold none
         run.rewards.restore(rewards, arguments.process_index, arguments.world_size)
         step = int(state["progress"]["step"])
+        require_between_cycles(folder, step, run.derived.optimizer_steps_per_generation)
         if has_finished(config, step, read_metrics(metrics)):
             logger.info("the run had already ended at step %d", step)
             return
@@ -150,7 +151,7 @@ class VlmTrainer(RunTrainer):
     def __init__(self, run: VlmRun, arguments: GRPOConfig) -> None:
         self._responses = Responses([], [])
         self._valid = torch.ones(0, dtype=torch.float32)
-        self._scale = 1.0
+        self._factors = 1.0, 1.0
         algorithm, config = run.algorithm, run.config
         if not algorithm.uses_adapter:
             run.policy.requires_grad_(True)
@@ -244,28 +245,37 @@ class VlmTrainer(RunTrainer):
         before: Any = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is not before:
-            self._scale = self._loss_scale()
+            self._factors = self._loss_factors()
         return inputs
 
-    def _loss_scale(self) -> float:
-        """Factor of the loss that removes failed completions from its denominator.
+    def _loss_factors(self) -> tuple[float, float]:
+        """(Factor of advantages and KL, factor of the whole loss) that remove failed completions from its denominators.
 
-        With grpo, dr_grpo, sapo and luspo the denominator counts completions, with bnpo micro-batches (each a mean over
-        its own tokens); all of a generation, on all processes. The others divide by `num_items_in_batch`, which counts
-        valid tokens already.
+        With grpo, dr_grpo, sapo and luspo the denominator counts completions, with bnpo, and of the entropy bonus,
+        micro-batches (each a mean over its own tokens); all of a generation, on all processes. The others divide by
+        `num_items_in_batch`, which counts valid tokens already.
         """
-        if self.loss_type in ("dapo", "cispo", "vespo"):
-            return 1.0
         batches: Any = self._buffered_inputs
-        valid = torch.stack([batch["tool_mask"].any(1) for batch in batches])  # [micro-batches, B]
-        counted = valid.any(1) if self.loss_type == "bnpo" else valid
-        own = torch.tensor([counted.sum(), counted.numel()], dtype=torch.int64, device=self.accelerator.device)
-        gathered: Any = self.accelerator.gather(own[None])
-        kept, everything = gathered.sum(0).tolist()
-        return everything / max(1, kept)
+        rows = torch.stack([batch["tool_mask"].any(1) for batch in batches])  # [micro-batches, B], of valid ones
+        own = [int(count) for valid in (rows, rows.any(1)) for count in (valid.sum(), valid.numel())]
+        counts = torch.tensor(own, dtype=torch.int64, device=self.accelerator.device)
+        gathered: Any = self.accelerator.gather(counts[None])
+        kept, everything, kept_batches, all_batches = gathered.sum(0).tolist()
+        of_batches = all_batches / max(1, kept_batches)
+        whole = everything / max(1, kept)
+        if self.loss_type == "bnpo":
+            whole = of_batches
+        elif self.loss_type in ("dapo", "cispo", "vespo"):
+            whole = 1.0
+        return (whole / of_batches, of_batches) if self._entropy_bonus_enabled else (1.0, whole)
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        return super()._compute_loss(model, inputs) * self._scale
+        inner, whole = self._factors
+        beta, self.beta = self.beta, self.beta * inner
+        try:
+            return super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * inner}) * whole
+        finally:
+            self.beta = beta
 
     def _log_scores(self, scored: Sequence[ScoredCompletion], scores: Scores, log_metric: Any) -> None:
         processes = self.accelerator.num_processes  # TRL logs the mean over them, of counts as well
