@@ -239,6 +239,9 @@ def race(row: Row, arguments: argparse.Namespace) -> dict[str, Any]:
         "peak_mib": peaks,
         "memory": round(peaks[OURS] / peaks[THEIRS], 3),
         "forwards": {side: {name: counted[name] for name in counts} for side, counted in first.items()},
+        "rows_of_epochs": {
+            side: [[epoch["rows"], epoch["trained_rows"]] for epoch in found] for side, found in epochs.items()
+        },
     }
 
 

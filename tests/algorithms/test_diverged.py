@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +75,6 @@ def step_of(positions: list[int], rows_per_forward: int, elsewhere: list[str]) -
         ([0.5, 0.25, 1.0], [], ""),
         ([0.5, float("nan"), float("inf")], [], "; the loss of forward 2 is nan, of examples 105, 106"),
         ([0.5, 1.0, float("-inf")], [], "; the loss of forward 3 is -inf, of examples 108"),
-        ([0.5] * 5 + [float("inf")], [], "; the loss of forward 6 is inf, of examples 108"),  # two spans of each row
         ([0.5, 0.25, 1.0], ["", "; of another"], "; of another"),
         ([], [], ""),
     ],
@@ -83,4 +83,19 @@ def test_the_first_nonfinite_loss_forward_of_all_processes(
     losses: list[float], elsewhere: list[str], told: str
 ) -> None:
     step = step_of([3, 4, 5, 6, 8], 2, elsewhere)
-    assert step._first_nonfinite_loss([torch.tensor(loss) for loss in losses]) == told
+    pairs = zip(losses, step.rows.split(2), strict=False)
+    assert step._first_nonfinite_loss([(torch.tensor(loss), rows) for loss, rows in pairs]) == told
+
+
+def test_a_forward_is_that_of_the_rows_that_its_batch_begins_with() -> None:
+    """Whatever else a recipe puts into a batch, and in whatever order its rows are."""
+    step = step_of([3, 4, 5, 6, 8], 2, [])
+    rows = torch.tensor([4, 1])
+    for batch in (rows, (rows, range(1)), ((rows, range(1)), None)):
+        step._losses.clear()
+        step._run.engine.micro_step = lambda last: nullcontext()  # type: ignore[method-assign]
+        step._run.engine.backward = lambda loss: None  # type: ignore[method-assign]
+        step._run.clock = SimpleNamespace(part=lambda name: nullcontext())  # type: ignore[assignment]
+        for _ in step.forwards([batch]):
+            step.backward(torch.tensor(float("inf"), requires_grad=True), {}, 2)
+        assert step._first_nonfinite_loss(step._losses) == "; the loss of forward 1 is inf, of examples 108, 104"

@@ -152,7 +152,8 @@ RUNS: dict[str, tuple[str, ...]] = {
         "model.offload_text_encoders=false", "model.offload_vae=true", "model.vae_batch=one",
         "model.free_text_encoders=true",
         "ema.decay=0.5", "ema.update_interval=2",
-        "rollout.batch_size_per_device=2", "rollout.preset=fast", "data.limit=100", "data.max_bad_items=3",
+        "rollout.batch_size_per_device=2", "rollout.preset=fast", "rollout.shared_first_step=false",
+        "data.limit=100", "data.max_bad_items=3",
     ),
     "grpo: no ema and no KL": (
         "ema=null", "warmup_data={format: self_bench, path: SIGNS/targets, resolution: [32, 64], limit: 4}",

@@ -35,6 +35,18 @@ def test_every_measured_row_did_equal_work_and_is_not_behind() -> None:
         assert row["interval_without_decoder"][0] <= 1 and row["memory"] <= 1.05
 
 
+def test_rows_of_the_network_in_an_epoch_of_fast() -> None:
+    """Two groups of eight: steps up to the first of the window take two rows, those after it 16; in each of two
+    optimizer steps that first one takes two, and the other of the window eight."""
+    [row] = [row for row in RESULT["rows"] if row["row"].startswith("fast")]
+    sampled = {first: (first + 1) * 2 + (6 - first - 1) * 16 for first in range(3)}
+    assert {rows for rows, _ in row["rows_of_epochs"]["ours"]} == {*sampled.values()} == {82, 68, 54}
+    assert {trained for _, trained in row["rows_of_epochs"]["ours"]} == {2 * (2 + 8)}
+    assert row["rows_of_epochs"]["theirs"] == [[160, 16]] * row["pairs"] and row["interval"][1] <= 0.62
+    page = " ".join((REPOSITORY / "docs/speed.md").read_text(encoding="utf-8").split())
+    assert "samples 82, 68 or 54 rows of the network by the place of its window, and trains 20" in page
+
+
 def test_the_interval_of_a_median_by_hand() -> None:
     """Of 7 the smallest and the largest hold it with 1 - 2/128; of 9 the second and the last but one with 1 - 20/512;
     of 5 none do with 95 %."""

@@ -225,6 +225,8 @@ def test_windows_of_ddim_leave_its_last_step_out(window: str, starts: list[int],
         (("rollout.batch_size_per_device=1",), 10),
         (("rollout.shared_noise=false",), 10),
         (("rollout.window=",), 10),  # nothing before the first stochastic step
+        (("rollout.window=", "rollout.shared_first_step=true"), 10 - 7 / 8),
+        (("rollout.shared_first_step=true",), 10 - 4.5 * 7 / 8),
         (
             ("rollout.window={size: 2, range: [0.2, 0.7], position: sliding, stride: 2}",),
             10 - 11 / 3 * 7 / 8,
@@ -235,7 +237,8 @@ def test_windows_of_ddim_leave_its_last_step_out(window: str, starts: list[int],
 def test_steps_before_the_window_are_shared_with_the_noise(
     overrides: tuple[str, ...], sampling: float, run_with: RunWith
 ) -> None:
-    shared = "rollout={group_size: 8, num_steps: 10, shared_noise: true, window: {size: 2, range: [0.2, 0.7]}}"
+    shared = "rollout={group_size: 8, num_steps: 10, shared_noise: true, window: {size: 2, range: [0.2, 0.7]}, "
+    shared += "shared_first_step: false}"
     derived = derive(run_with(shared, "training.gradient_checkpointing=false", *overrides))
     assert derived.forwards_per_image == pytest.approx(sampling + 3 * derived.trained_steps, abs=1e-12)
 

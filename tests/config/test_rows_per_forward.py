@@ -111,6 +111,7 @@ def test_files_of_this_package_pin_what_they_had() -> None:
             run = load_run(file)
         if run.algorithm.parts_of_row(run)[0] > 1:
             assert run.optimizer.steps_per_forward != "auto", file
+        assert not run.rollout.shares_first_step, file
 
 
 def test_check_prints_the_rows_of_a_forward(tmp_path: Path) -> None:

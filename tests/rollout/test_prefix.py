@@ -29,19 +29,27 @@ SEEDS = [1, 2, 3, 4, 5, 6]
 
 
 def draw(
-    model: Any, plan: StepPlan, noise: Sequence[int] | None = None, values: Sequence[float] = GROUPS
+    model: Any,
+    plan: StepPlan,
+    noise: Sequence[int] | None = None,
+    values: Sequence[float] = GROUPS,
+    *,
+    first: bool = False,
 ) -> tuple[Trajectory, list[int]]:
-    """A trajectory, and the rows of each forward."""
+    """A trajectory, and the rows of each forward; `first` shares the first stochastic step as well."""
     model.network.rows.clear()
-    trajectory = sample(model, model.network, plan, condition_of(values), SEEDS[: len(values)], noise)
+    seeds = SEEDS[: len(values)]
+    options: dict[str, Any] = {"keep_means": True, "share_first_step": first}
+    trajectory = sample(model, model.network, plan, condition_of(values), seeds, noise, **options)
     return trajectory, list(model.network.rows)
 
 
+@pytest.mark.parametrize("first_step", [False, True])
 @pytest.mark.parametrize(("prediction", "rule"), [("flow", "flow_sde"), ("flow", "cps"), ("epsilon", "ddim")])
-def test_sharing_the_prefix_changes_no_image(prediction: Any, rule: str) -> None:
+def test_sharing_the_prefix_changes_no_image(prediction: Any, rule: str, first_step: bool) -> None:
     model: Any = FakeModel(prediction)
     plan = plan_of(model, rule, first=2, stochastic=2)
-    shared, _ = draw(model, plan, NOISE)
+    shared, _ = draw(model, plan, NOISE, first=first_step)
     for i in range(len(GROUPS)):  # a batch of one shares nothing
         alone = sample(model, model.network, plan, condition_of(GROUPS[i : i + 1]), SEEDS[i : i + 1], NOISE[i : i + 1])
         torch.testing.assert_close(alone.final[0], shared.final[i], atol=1e-5, rtol=0)
@@ -68,6 +76,22 @@ def test_the_network_sees_one_row_a_noise_before_the_window() -> None:
     assert draw(model, plan_of(model, "flow_sde", first=0), NOISE)[1] == [6] * 6  # nothing before the window
 
 
+def test_the_first_stochastic_step_of_one_noise_is_one_row_as_well() -> None:
+    """Its records are those of every row alone: state, mean and log-probability; its noise is each row's own."""
+    model = FakeModel("flow")
+    plan = plan_of(model, "flow_sde", first=2, stochastic=2)
+    shared, rows = draw(model, plan, NOISE, first=True)
+    assert rows == [3, 3, 3, 6, 6, 6]
+    assert draw(model, plan_of(model, "flow_sde", first=0), NOISE, first=True)[1] == [3, 6, 6, 6, 6, 6]
+    assert draw(model, plan, first=True)[1] == [6] * 6  # a noise for each
+    assert draw(model, ode_plan(model.schedule(3, SIZE)), first=True)[1] == [6] * 3
+    apart, _ = draw(model, plan, NOISE)
+    for name in ("final", "latents", "log_probs", "means"):
+        torch.testing.assert_close(getattr(shared, name), getattr(apart, name), atol=1e-5, rtol=0)
+    assert shared.means is not None and torch.equal(shared.means[0, 0], shared.means[1, 0])
+    assert float((shared.latents[0, 1] - shared.latents[1, 1]).abs().max()) > 0.1
+
+
 def test_rows_of_one_noise_are_one_before_the_window_and_differ_after_it() -> None:
     model = FakeModel("flow")
     shared, _ = draw(model, plan_of(model, "flow_sde", first=2, stochastic=2), NOISE)
@@ -83,13 +107,15 @@ def test_without_stochastic_steps_there_is_no_prefix() -> None:
     assert draw(model, ode_plan(model.schedule(3, SIZE)), None)[1] == [6, 6, 6]
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("together", [1, 2, 4])
 @pytest.mark.parametrize("position", ["fixed", "sliding"])
-def test_derived_numbers_count_the_forwards_that_are_run(together: int, position: str) -> None:
+def test_derived_numbers_count_the_forwards_that_are_run(together: int, position: str, first: bool) -> None:
     """Over every place of the window, in forwards of `together` images of one group."""
     window = {"size": 2, "range": [0.2, 0.9], "position": position}
     window |= {"batches_per_position": 1} if position == "sliding" else {}
     rollout = {"group_size": 4, "num_steps": 6, "shared_noise": True, "batch_size_per_device": together}
+    rollout |= {"shared_first_step": first, "global_groups_per_batch": 2}
     run = parse_run(
         {
             "name": "t",
@@ -98,6 +124,7 @@ def test_derived_numbers_count_the_forwards_that_are_run(together: int, position
             "rewards": {"preservation": {}},
             "rollout": {**rollout, "window": window},
             "algorithm": {"name": "grpo"},
+            "optimizer": {"batch_size_per_device": 8, "gradient_accumulation": 1},
             "training": {"gradient_checkpointing": False},
         }
     )
@@ -105,5 +132,6 @@ def test_derived_numbers_count_the_forwards_that_are_run(together: int, position
     plans = [Plans(run).plan(schedule, batch) for batch in range(3)]
     assert [plan.first for plan in plans] == ([1, 1, 1] if position == "fixed" else [1, 2, 3])
     for plan in plans:
-        rows += sum(draw(model, plan, [7] * together, [2.0] * together)[1])
-    assert derive(run).forwards_per_image == pytest.approx(rows / (3 * together) + 2 * 3)
+        rows += sum(draw(model, plan, [7] * together, [2.0] * together, first=first)[1])
+    trained = 1 + 2 / 8 if first else 2  # two inputs of the first step in the one optimizer step on eight images
+    assert derive(run).forwards_per_image == pytest.approx(rows / (3 * together) + trained * 3)

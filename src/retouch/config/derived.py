@@ -259,13 +259,28 @@ def rows_per_forward(run: RunConfig, device: str) -> int:
 
 
 def sampling_forwards(run: RunConfig) -> float:
-    """Forwards that sampling one image takes; steps before the window are taken once a group where noise is shared."""
+    """Forwards that sampling one image takes; steps before the window, and with `shared_first_step` its first one, are
+    taken once a group where noise is shared."""
     rollout = run.rollout
-    if not (rollout.window and rollout.shared_noise and stochastic_steps(run)):
+    if not (rollout.shared_noise and stochastic_steps(run)):
         return float(rollout.num_steps)
-    starts: Sequence[int] = window_starts(run)
-    if rollout.window.position == "sliding":
+    starts: Sequence[int] = window_starts(run) if rollout.window else [0]
+    if rollout.window and rollout.window.position == "sliding":
         starts = sliding_places(run)
-    first = starts[0] if rollout.window.position == "fixed" else sum(starts) / len(starts)
+    fixed = rollout.window and rollout.window.position == "fixed"
+    first = starts[0] if fixed else sum(starts) / len(starts)
     together = min(rollout.group_size, rollout.batch_size_per_device)
-    return rollout.num_steps - first * (1 - 1 / together)
+    return rollout.num_steps - (first + rollout.shared_first_step) * (1 - 1 / together)
+
+
+def shared_training_steps(run: RunConfig, optimizer_steps: int) -> float:
+    """Trained steps of an image that take no row of the network of their own in a training forward, of at most one: the
+    expected share of images whose first step another one of their group and optimizer step takes (see
+    `ForwardSize.parts`), where whole groups are on a process and their images fall into steps independently.
+
+    Args:
+        optimizer_steps: of one pass over an epoch.
+    """
+    steps, size = max(1, optimizer_steps), run.rollout.group_size
+    inputs = steps / size * (1 - (1 - 1 / steps) ** size)
+    return 1 - inputs if run.rollout.shares_first_step and 2 * inputs <= 1 else 0.0

@@ -19,7 +19,7 @@ Reading = Literal["diffusion", "step_rule", "solver", "presets", "parts", "warm_
 of the ODE, `rollout.preset`, rows in parts (`AlgorithmSection.parts_of_row`), a supervised warm-up, samples to train
 on, epochs of them whose rewards this package compares (`training.experience`), gradients of rewards."""
 
-EARLIER_DEFAULTS: Mapping[str, object] = {"optimizer.steps_per_forward": None}
+EARLIER_DEFAULTS: Mapping[str, object] = {"optimizer.steps_per_forward": None, "rollout.shared_first_step": False}
 """Dotted key -> its default in earlier versions. Stored run files have it where nothing reads the key, and a resumed
 run keeps it where its run file leaves the key out."""
 

@@ -63,7 +63,7 @@ def strength(name: str, rules: str) -> ReadIn:
 class RolloutConfig(Section):
     """How images are sampled for the rewards: by a stochastic rule for GRPO and PPO, by the ODE for DPO and NFT."""
 
-    FREE_IN_EPOCH: ClassVar[Set[str]] = {"batch_size_per_device", "preset"}
+    FREE_IN_EPOCH: ClassVar[Set[str]] = {"batch_size_per_device", "preset", "shared_first_step"}
     READ_BY: ClassVar[Reading | None] = "diffusion"
     READ_BY_ALL: ClassVar[Set[str]] = {"num_steps", "guidance_scale", "batch_size_per_device"}
 
@@ -115,6 +115,15 @@ class RolloutConfig(Section):
     shared_noise: Annotated[bool, ReadBy("step_rule")] = False
     """All images of a group start from one noise (their SDE noise still differs). The ODE steps before a window are
     then the same for all, and computed once a group."""
+    shared_first_step: Annotated[bool, ReadBy("step_rule")] = True
+    """With shared_noise, the first stochastic step of a group, which begins in one state, is computed once as well: in
+    sampling, and in training for the images of a group in an optimizer step, if that at least halves its rows. The
+    gradients are equal up to rounding. False takes a row for each image, as earlier versions did."""
+
+    @property
+    def shares_first_step(self) -> bool:
+        """Whether images of a group begin in one state, and its step is computed once."""
+        return self.shared_noise and self.shared_first_step
 
     @field_validator("step_rule")
     @classmethod

@@ -31,6 +31,7 @@ def sample(
     log_prob_mode: Literal["exact", "cps"] = "exact",
     *,
     keep_means: bool = False,
+    share_first_step: bool = False,
 ) -> Trajectory:
     """Run the solver.
 
@@ -42,6 +43,8 @@ def sample(
             seed must have one condition: the ODE steps before the first stochastic one are computed once for them.
         region: [B, 1, h, w] where log-probabilities are taken; None: everywhere.
         keep_means: record the means of the trained steps as well.
+        share_first_step: the first stochastic step of rows with one noise seed, whose state is one, is computed once
+            for them as well.
 
     Raises:
         OutOfMemory: the rows do not fit on the device.
@@ -68,7 +71,8 @@ def sample(
         means: list[Tensor] = []
         log_probs: list[Tensor] = []
         prefix = plan.first if plan.stochastic else 0
-        x = _steps_before_window(model, network, plan, x, condition, prefix, noise_seeds)
+        together = share_first_step and plan.stochastic > 0
+        x, first = _steps_before_window(model, network, plan, x, condition, prefix, noise_seeds, together=together)
         before: Estimate | None = None  # deterministic steps before the window are in the prefix
         for i in range(prefix, plan.num_steps):
             step = torch.full((batch,), i, dtype=torch.int64, device=device)
@@ -76,7 +80,8 @@ def sample(
             if recorded and not states:
                 states.append(x)
             if plan.first <= i < plan.first + plan.stochastic:
-                mean, std = transition(model, network, plan, x, step, condition)
+                mean, std = first or transition(model, network, plan, x, step, condition)
+                first = None  # it is that of the first stochastic step
                 x = mean + std.reshape(-1, 1, 1, 1) * fresh[i - plan.first]
                 if recorded:
                     states.append(x)
@@ -103,10 +108,13 @@ def _steps_before_window(
     condition: Condition,
     steps: int,
     noise_seeds: Sequence[int] | None,
-) -> Tensor:
-    """The first ODE steps, computed once for rows that start from one noise."""
-    if steps == 0:
-        return x
+    *,
+    together: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """The first ODE steps, computed once for rows that start from one noise -> (the states [B, C, h, w] after them, the
+    Gaussians over the next ones if these are computed `together`, too: mean [B, C, h, w] and std [B])."""
+    if steps == 0 and not together:
+        return x, None
     first = {seed: row for row, seed in reversed(list(enumerate(noise_seeds or range(len(x)))))}
     rows = sorted(first.values())
     place = {row: i for i, row in enumerate(rows)}
@@ -117,7 +125,12 @@ def _steps_before_window(
     for i in range(steps):
         step = torch.full((len(rows),), i, dtype=torch.int64, device=x.device)
         lead, before = deterministic(model, network, plan, lead, step, few, before)
-    return lead[back.to(x.device)]
+    back = back.to(x.device)
+    if not together:
+        return lead[back], None
+    step = torch.full((len(rows),), steps, dtype=torch.int64, device=x.device)
+    mean, std = transition(model, network, plan, lead, step, few)
+    return lead[back], (mean[back], std.expand(len(mean))[back])
 
 
 def noise_for(

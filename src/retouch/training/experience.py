@@ -110,6 +110,16 @@ class Experience:
         step = self.first_step[rows][:, None] + torch.arange(span.start, span.stop, dtype=torch.int64)
         return states[:, :-1].flatten(0, 1), states[:, 1:].flatten(0, 1), step.flatten().to(device)
 
+    def first_inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(Index among B rows of the first one with each different input of the first trained step [U], and for each
+        row which of these inputs is its own [B]). Rows of one example that begin in one state, bit for bit, have one
+        input."""
+        numbers: dict[tuple[int, int, bytes], int] = {}
+        chosen = self.position[rows].tolist(), self.first_step[rows].tolist(), self.latents[rows, 0].numpy()
+        own = [numbers.setdefault((p, s, x.tobytes()), len(numbers)) for p, s, x in zip(*chosen, strict=True)]
+        first = [own.index(number) for number in range(len(numbers))]
+        return torch.tensor(first, dtype=torch.int64), torch.tensor(own, dtype=torch.int64)
+
 
 Samples = tuple[list[Slot], Experience, list[Scores]]
 """The samples of this process: slots [n], what was recorded of them, and their scores by batch. Only slots that are not
@@ -266,9 +276,12 @@ def roll_out(session: Session, algorithm: RlConfig, slots: Sequence[Slot], numbe
     seeds = [derive_seed(config.seed, "rollout", e.id, epoch, s.index) for e, s in zip(examples, slots, strict=True)]
     shared = [derive_seed(config.seed, "noise", e.id, epoch) for e in examples] if config.rollout.shared_noise else None
     region = objective_region(algorithm, condition, run.model.spec.downsampling)
-    mode, means = run.plans.log_prob_mode, run.plans.records_means
+    options: dict[str, Any] = {"keep_means": run.plans.records_means}
+    options["share_first_step"] = config.rollout.shares_first_step
     with run.clock.part("rollout"):
-        trajectory = sample(run.model, run.network, plan, condition, seeds, shared, region, mode, keep_means=means)
+        trajectory = sample(
+            run.model, run.network, plan, condition, seeds, shared, region, run.plans.log_prob_mode, **options
+        )
     with run.clock.part("vae"):
         decoded = run.model.decode(trajectory.final)
         images = to_uint8(decoded, examples[0].strip)

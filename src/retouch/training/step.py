@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -101,14 +101,33 @@ class ForwardSize:
         """Some rows by forwards."""
         return rows.split(self.rows) if len(rows) else ()
 
-    def parts(self, rows: Tensor, count: int) -> list[tuple[Tensor, range]]:
-        """Some rows by forwards, with a span of the trained steps, or noised copies, of each row.
+    def parts(self, rows: Tensor, count: int, inputs: Tensor | None = None) -> list[tuple[Tensor, range]]:
+        """Some rows by forwards, with a span of the trained steps, or noised copies, of each row. As many on every
+        process.
 
         Args:
             count: of these of a row; `optimizer.steps_per_forward` of them are in a forward.
+            inputs: [n] which input, counted from 0, the first trained step of each row has; None: each its own. Rows of
+                one input take one row of the network: their first step has forwards of its own.
         """
-        starts, size = range(0, count, self.parts_per_forward), self.parts_per_forward
-        return [(chunk, range(count)[i : i + size]) for chunk in self.chunks(rows) for i in starts]
+        first = [] if inputs is None else self._parts_by_input(rows, inputs)
+        starts, size = range(len(first) > 0, count, self.parts_per_forward), self.parts_per_forward
+        rest = [(chunk, range(count)[i : i + size]) for chunk in self.chunks(rows) for i in starts]
+        return [(chunk, range(1)) for chunk in first] + rest
+
+    def _parts_by_input(self, rows: Tensor, inputs: Tensor) -> list[Tensor]:
+        """Some rows by forwards of as many inputs as other forwards have rows of the network; none if the rows are more
+        than half of them inputs, on any process: forwards of fewer rows are slower."""
+        own = len(inputs.unique())
+        most = int(self._engine.gather(torch.tensor([own], dtype=torch.int64)).max())
+        if 2 * most > len(rows):
+            return []
+        size = self.rows * self.parts_per_forward
+        chunks = [rows[(inputs >= i) & (inputs < i + size)] for i in range(0, own, size)]
+        while len(chunks) * size < most:  # sharded weights are gathered in every forward, on every process
+            longest = max(range(len(chunks)), key=lambda number: len(chunks[number]))
+            chunks[longest : longest + 1] = chunks[longest].tensor_split(2)
+        return chunks
 
     def _as_many_steps(self, rows: int) -> str:
         """The setting that keeps the steps in a forward, where `steps_per_forward: auto` would take more for fewer
@@ -170,7 +189,8 @@ class Step:
         self._supervised, self._ends_epoch, self._log_ratio = supervised, ends_epoch, log_ratio
         self._forward = ExitStack()
         self._problem = ""
-        self._metrics, self._losses = Metrics(), list[Tensor]()
+        self._rows: Any = self.rows  # of the forward under way
+        self._metrics, self._losses = Metrics(), list[tuple[Tensor, Tensor]]()
 
     @property
     def ends_epoch(self) -> bool:
@@ -208,7 +228,8 @@ class Step:
         return False
 
     def forwards(self, batches: Sequence[Any] | None = None) -> Iterator[Any]:
-        """Each micro-batch, for one forward and one `backward`: these, or the rows of the step by forwards.
+        """Each micro-batch, for one forward and one `backward`: these, or the rows of the step by forwards. One is a
+        tensor of rows, or a tuple that begins with it.
 
         Gradients are exchanged between processes in the last one only.
         """
@@ -216,6 +237,9 @@ class Step:
         for number, batch in enumerate(batches):
             with engine.micro_step(last=number == len(batches) - 1):
                 self._forward.enter_context(self._run.clock.part("train_forward"))
+                self._rows = batch
+                while isinstance(self._rows, tuple):
+                    self._rows = cast("tuple[Any, ...]", self._rows)[0]
                 yield batch
 
     def backward(self, loss: Tensor, values: Mapping[str, Tensor], rows: Tensor | float) -> None:
@@ -234,7 +258,7 @@ class Step:
         self._forward.close()
         with self._run.clock.part("train_backward"):
             self._run.engine.backward(loss)
-        self._losses.append(loss.detach())
+        self._losses.append((loss.detach(), self._rows))
         self._metrics.add({**values, "loss": loss}, weight=rows)
 
     def old_policy_values(self, now: Tensor, recorded: Tensor) -> Tensor:
@@ -269,14 +293,16 @@ class Step:
         if not self._supervised:
             self.values |= {"rows": self._count, "skipped": 0.0}
 
-    def _first_nonfinite_loss(self, losses: Sequence[Tensor]) -> str:
-        """The first forward of all processes with a loss of NaN or Inf, with the ids of its examples. A collective."""
-        found = ""
-        for number, loss in enumerate(losses):
+    def _first_nonfinite_loss(self, losses: Sequence[tuple[Tensor, Tensor]]) -> str:
+        """The first forward of all processes with a loss of NaN or Inf, with the ids of its examples. A collective.
+
+        Args:
+            losses: of each forward, with its rows.
+        """
+        found, positions = "", dict(zip(self.rows.tolist(), self.positions, strict=True))
+        for number, (loss, rows) in enumerate(losses):
             if not loss.isfinite():
-                rows = self._size.rows  # forwards of the same rows, such as spans of steps, are in turn
-                start = number * -(-len(self.positions) // rows) // len(losses) * rows
-                ids = [str(self.data.items[position].id) for position in self.positions[start : start + rows]]
+                ids = [str(self.data.items[positions[row]].id) for row in rows.tolist()]
                 found = f"; the loss of forward {number + 1} is {loss:g}, of examples {', '.join(ids)}"
                 break
         return next(filter(None, self._run.engine.gather_list([found])), "")

@@ -108,10 +108,11 @@ class GrpoConfig(AdvantageConfig):
         return self.trained_steps(run), run.model.forwards_of_guidance(run.guidance_scale)
 
     def forwards_per_image(self, run: RunConfig, optimizer_steps: int, guided: int, backward: int) -> float:
-        from retouch.config.derived import sampling_forwards
+        from retouch.config.derived import sampling_forwards, shared_training_steps
 
-        trained = self.trained_steps(run)
-        reference = trained if self.kl_weight else 0
+        steps = self.trained_steps(run)
+        trained = steps - shared_training_steps(run, optimizer_steps // self.inner_epochs)
+        reference = steps if self.kl_weight else 0
         again = trained if self.old_log_probs == "recomputed" and optimizer_steps > 1 else 0
         return guided * (sampling_forwards(run) + again + reference + self.inner_epochs * trained * backward)
 

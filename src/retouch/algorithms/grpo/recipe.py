@@ -54,8 +54,14 @@ def train_epoch(session: Session, algorithm: GrpoConfig, experience: Experience)
     for step in session.steps(experience):
         with step:
             session.run.encoded.encode(step.positions)  # after a resume inside an epoch they are not kept
-            for rows, span in step.forwards(session.size.parts(step.rows, experience.trained_steps)):
+            for rows, span in step.forwards(parts(session, experience, step.rows)):
                 step.backward(*surrogate(session.run, algorithm, experience, step, rows, span))
+
+
+def parts(session: Session, experience: Experience, rows: Tensor) -> list[tuple[Tensor, range]]:
+    """Rows of an optimizer step by forwards, each with a span of trained steps."""
+    inputs = experience.first_inputs(rows)[1] if session.config.rollout.shares_first_step else None
+    return session.size.parts(rows, experience.trained_steps, inputs)
 
 
 def surrogate(
@@ -114,14 +120,22 @@ class Forward(NamedTuple):
 
 
 def forward_on_recorded(run: Run, algorithm: GrpoConfig, experience: Experience, rows: Tensor, span: range) -> Forward:
-    """One forward of B x W rows (all steps of a row together, as `experience` stores them)."""
+    """One forward of B x W rows (all steps of a row together, as `experience` stores them); one of the first step alone
+    has a row of the network for each different input."""
     device = run.engine.device
-    condition = run.encoded.conditions(experience.position[rows].tolist(), device)
     x, x_next, step = experience.transitions(rows, span, device)
-    wide = condition.repeated(len(span))
+    own = None
+    if run.config.rollout.shares_first_step and span == range(1):
+        first, own = experience.first_inputs(rows)
+        rows, first, own = rows[first], first.to(device), own.to(device)
+        x, step = x[first], step[first]
+    wide = run.encoded.conditions(experience.position[rows].tolist(), device).repeated(len(span))
     region = objective_region(algorithm, wide, run.model.spec.downsampling)
     plan = run.plans.plan(run.schedule(wide.size))
     mean, std = transition(run.model, run.network, plan, x, step, wide)
+    if own is not None:
+        std, step, region = std.expand(len(mean))[own], step[own], None if region is None else region[own]
+        mean = mean[own]
     log_prob = gaussian_log_prob(x_next, mean, std, region, algorithm.log_prob_mode)
     times, _ = plan.placed(device)
     dt = plan.schedule.sigma(times[step + 1]) - plan.schedule.sigma(times[step])
@@ -180,7 +194,7 @@ def recorded_in_batches(
     """(Log-probabilities [n, S], means [n, S, C, H, W]) of the current policy, in the forwards of these optimizer
     steps; means are [0] where none are recorded."""
     log_probs, means = experience.log_probs.clone(), experience.means.clone()
-    for rows, span in [part for batch in batches for part in session.size.parts(batch, experience.trained_steps)]:
+    for rows, span in [part for batch in batches for part in parts(session, experience, batch)]:
         now = forward_on_recorded(session.run, algorithm, experience, rows, span)
         log_probs[rows, span.start : span.stop] = now.log_prob.view(-1, len(span)).cpu()
         if len(means):
