@@ -1,0 +1,53 @@
+"""The experiment with a KL on suspicious samples: its ranks, its committed runs, and the page with their numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.docs.pages import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+import inputs
+import kl_gate
+
+ROWS: list[dict[str, Any]] = json.loads((REPOSITORY / "benchmarks/results/kl_gate.json").read_text(encoding="utf-8"))[
+    "rows"
+]
+
+
+def test_the_gate_takes_the_rows_whose_reward_outranks_the_auxiliary_one() -> None:
+    """By hand, of four usable rows: ranks of the rewards 3.5, .5, 2, 2 (a tie), of the auxiliary .5, 3.5, 1.5, 2.5."""
+    rewards, auxiliary = torch.tensor([1.0, 0.0, 0.5, 0.5, 9.0]), torch.tensor([0.1, 0.9, 0.2, 0.3, 0.0])
+    usable = torch.tensor([True, True, True, True, False])
+    torch.testing.assert_close(kl_gate.ranks(rewards, usable)[:4], torch.tensor([3.5, 0.5, 2.0, 2.0]))
+    torch.testing.assert_close(kl_gate.gates(rewards, auxiliary, usable, 0.5), torch.tensor([1.0, 0, 1.0, 0, 0]))
+
+
+def test_a_run_is_compared_with_the_line_through_the_uniform_ones_at_its_drift() -> None:
+    def row(drift: float, ned: float) -> dict[str, Any]:
+        return {"held_out": {"last": {"ocr.ned": ned, "glyph_correlation": 0.0, "outside_l1": drift}}}
+
+    uniform = [row(0.02, 0.5), row(0.03, 0.6), row(0.05, 0.7)]
+    assert kl_gate.above(uniform, row(0.04, 0.7)) == pytest.approx(0.05)  # .65 there
+    assert math.isnan(kl_gate.above(uniform, row(0.06, 0.9)))
+
+
+def test_the_page_has_the_distances_to_the_uniform_runs() -> None:
+    pages = [
+        " ".join((REPOSITORY / f"docs/{name}.md").read_text(encoding="utf-8").split())
+        for name in ("measured", "algorithms")
+    ]
+    for row in ROWS:
+        weight = row["weight"] / kl_gate.SHARE if row["arm"] == "gate" else row["weight"]
+        assert row["inputs"] == inputs.inputs(kl_gate.FILE, overrides=kl_gate.overrides_of(weight))
+    uniform, gate = kl_gate.rows_of(ROWS, 0)
+    assert [row["weight"] for row in gate] == [0.2, 0.3, 0.5] and len(uniform) == 4
+    *first, last = (f"{kl_gate.above(uniform, row):+.3f}".replace("0.", ".") for row in gate)
+    assert all(f"{', '.join(first)} and {last}" in page for page in pages)
