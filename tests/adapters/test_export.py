@@ -20,7 +20,6 @@ from retouch.adapters.pipeline import _full_network
 from retouch.config import load_run
 from retouch.data.dataset import load_dataset
 from retouch.families.diffusion import pack
-from retouch.families.loading import tiny_path
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
     noise_for,
@@ -91,9 +90,8 @@ def drawn(finished: Callable[[str], Path], signs: Path, tmp_path_factory: pytest
         weights = checkpoint(finished(kind))
         outcome = retouch("export", weights, "--to", to, "--out", root / name, *(["--raw"] if raw else []))
         assert outcome.code == 0, outcome.err
-        models[name] = (
-            (str(root / name), None) if to == "diffusers" else (str(tiny_path("flux_fill")), str(root / name))
-        )
+        base = loaded[kind].config.model.path
+        models[name] = (str(root / name), None) if to == "diffusers" else (base, str(root / name))
         ours[name] = drawn_here(loaded[kind], weights_folder(weights, raw=raw))
     model = loaded["full"].model
     noise, _ = noise_for((model.spec.latent_channels, 8, 16), [SEED])

@@ -145,7 +145,7 @@ def without_metadata(file: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("adapted", default(FAMILIES, "flux_fill".__eq__), indirect=True)
+@pytest.mark.parametrize("adapted", default(ADAPTED, "flux_fill".__eq__), indirect=True)
 def test_diffusers_draws_the_same_image_whether_it_reads_the_metadata_or_not(adapted: Adapted, tmp_path: Path) -> None:
     """Of the exported file; of the checkpoint's, with metadata alone."""
     exported = adapted.export("diffusers-lora", tmp_path / "exported")
