@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from retouch.algorithms.grpo.recipe import of_inputs
 from retouch.config import RunConfig
 from retouch.config.derived import shared_training_steps
 from retouch.engine import Engine
@@ -101,6 +102,20 @@ def test_gradients_are_those_of_a_row_for_each_sample(
     assert largest > 1e-3
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-4 * largest, rtol=0)
+
+
+def test_gradients_of_one_input_have_the_same_bits_whatever_the_threads_do() -> None:
+    """A run on a CPU repeats bit by bit, also with latents that are large enough for several threads."""
+    own, threads = torch.tensor([0, 1, 0, 0, 1, 0, 0, 1]), torch.get_num_threads()
+    means, weights = torch.randn(2, 16, 64, 64, requires_grad=True), torch.randn(8, 16, 64, 64)
+    assert torch.equal(of_inputs(means, own), means[own])
+    torch.set_num_threads(4)
+    try:
+        found = [torch.autograd.grad((of_inputs(means, own) * weights).sum(), means)[0] for _ in range(50)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(gradient, found[0]) for gradient in found)
+    torch.testing.assert_close(found[0], torch.stack([weights[own == number].sum(0) for number in range(2)]))
 
 
 def test_rows_of_one_example_and_state_have_one_input() -> None:

@@ -127,20 +127,31 @@ def forward_on_recorded(run: Run, algorithm: GrpoConfig, experience: Experience,
     own = None
     if run.config.rollout.shares_first_step and span == range(1):
         first, own = experience.first_inputs(rows)
-        rows, first, own = rows[first], first.to(device), own.to(device)
+        rows, first = rows[first], first.to(device)
         x, step = x[first], step[first]
     wide = run.encoded.conditions(experience.position[rows].tolist(), device).repeated(len(span))
     region = objective_region(algorithm, wide, run.model.spec.downsampling)
     plan = run.plans.plan(run.schedule(wide.size))
     mean, std = transition(run.model, run.network, plan, x, step, wide)
     if own is not None:
-        std, step, region = std.expand(len(mean))[own], step[own], None if region is None else region[own]
-        mean = mean[own]
+        mean, std, own = of_inputs(mean, own), std.expand(len(mean)), own.to(device)
+        std, step, region = std[own], step[own], None if region is None else region[own]
     log_prob = gaussian_log_prob(x_next, mean, std, region, algorithm.log_prob_mode)
     times, _ = plan.placed(device)
     dt = plan.schedule.sigma(times[step + 1]) - plan.schedule.sigma(times[step])
     relative = plan.relative_std(device)[step] if algorithm.step_weight == "std" else None
     return Forward(log_prob, mean, std, region, dt, relative)
+
+
+def of_inputs(values: Tensor, own: Tensor) -> Tensor:
+    """`values[own]` [B, ...], of values [U, ...] of the inputs, with sums of gradients in one order: those of an index
+    are added by several threads of a CPU in an order that changes from run to run.
+
+    Args:
+        own: [B] which input each row has, on the CPU.
+    """
+    inputs = values.unbind()
+    return torch.stack([inputs[number] for number in own.tolist()])
 
 
 def add_reference_and_old(session: Session, algorithm: GrpoConfig, experience: Experience) -> None:
