@@ -308,6 +308,27 @@ def test_the_folder_of_a_role_may_hold_others(photos: Path, tmp_path: Path) -> N
         assert entry["mask_path"] == entry["image_path"].replace("/img/", "/mask/")
 
 
+@pytest.mark.parametrize(
+    ("image", "mask", "caption"),
+    [
+        ("1_img.png", "1_img_mask.png", "1_img.txt"),
+        ("img/1_img.png", "mask/1_img.png", "captions/1_img.txt"),
+        ("1_img.png", "1_mask.png", "1.txt"),
+    ],
+)
+def test_the_ending_of_an_image_may_stand_on_its_mask(
+    photos: Path, tmp_path: Path, image: str, mask: str, caption: str
+) -> None:
+    for file in (image, mask, caption):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+    shutil.copy(photos / "images/p00.png", tmp_path / image)
+    shutil.copy(photos / "masks/p00.png", tmp_path / mask)
+    (tmp_path / caption).write_text("a sign", encoding="utf-8")
+    found = discover(tmp_path)
+    assert not found.left_out
+    assert [entry["mask_path"] for entry in found.entries] == [str((tmp_path / mask).resolve())]
+
+
 def test_no_image_disappears_because_of_its_format(photos: Path, tmp_path: Path) -> None:
     for name in ("a.png", "b.HEIC", "c.avif", "d.gif"):
         shutil.copy(photos / "images/p00.png", tmp_path / name)

@@ -119,10 +119,11 @@ def test_the_keys_that_were_found_and_the_likely_cause(name: str, content: str, 
 
 
 def test_a_list_that_cannot_be_one_is_not_recommended(folder: Path) -> None:
-    """A COCO file has lists of licences, images and outlines: none of them is a manifest."""
+    """A COCO file has lists of licences, images and outlines, an entry that of its lines: none is a manifest."""
     for content in (
         '{"licenses": [{"id": 1}], "images": [{"file_name": "a.png"}]}',
         '{"messages": [{"role": "user"}]}',
+        '{"image": "a.png", "lines": [{"text": "HI", "box": [0, 0, 9, 9]}]}',
     ):
         assert "alone" not in problem(folder, "l.json", content)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFilter
+from PIL import Image, ImageDraw, ImageFilter
 
 from retouch.errors import ImageProblem
 from retouch.imaging.masks import MAY_BE_INVERTED, mask_box, read_mask
@@ -252,6 +252,17 @@ def test_a_map_of_labels_is_doubted(
     found = read_mask(label_map([(edge, (4, 4, 14, 14)), (second, (20, 8, 40, 28))], mode), "m.png")
     assert found.channel == "red" and np.asarray(found.mask)[5, 5] == 255 and np.asarray(found.mask)[10, 22] == 0
     assert (found.doubt is not None and "as in a map of labels" in found.doubt) == doubted
+
+
+@pytest.mark.parametrize("red", [(255, 0, 0), (220, 20, 60)])
+@pytest.mark.parametrize("ground", [(0, 0, 0), (255, 255, 255), (128, 128, 128), (0, 255, 0)])
+def test_red_paint_with_soft_edges_is_no_map_of_labels(ground: tuple[int, int, int], red: tuple[int, int, int]) -> None:
+    """The edge of a brush has a few colours between that of the paint and that of what it is painted on."""
+    image = Image.new("RGB", (256, 256), ground)
+    ImageDraw.Draw(image).ellipse((60, 90, 190, 170), fill=red)
+    found = read_mask(image.reduce(4), "m.png")
+    assert found.channel == "red" and len(image.reduce(4).getcolors(64) or ()) > 3
+    assert found.doubt is None
 
 
 @pytest.mark.parametrize("levels", [(0, 17, 140), (0, 128, 255)])

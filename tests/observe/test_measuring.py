@@ -177,6 +177,17 @@ def test_gpus_that_this_torch_cannot_use_are_not_asked(monkeypatch: pytest.Monke
     assert environment()["gpus"] == []
 
 
+def test_the_processes_of_a_job_are_not_those_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some job systems set WORLD_SIZE to the number of machines, and nothing joins the processes."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for size in ("2", ""):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        assert environment()["processes"] == 1
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert environment()["processes"] == 2
+
+
 def test_a_measurement_is_off_after_its_first_exception(caplog: pytest.LogCaptureFixture) -> None:
     taken: list[int] = []
 

@@ -216,9 +216,17 @@ def _place(file: Path, top: Path) -> tuple[Path, str, str]:
     if place is not None:
         folder = top.joinpath(*above[:place], *above[place + 1 :])
         role = role if role == "prompt" else _ROLE_OF[above[place].lower()]
-    ending = re.fullmatch(r"(.+)[_.-]([a-z]+)", stem, re.IGNORECASE)
-    if ending is not None and _ROLE_OF.get(ending[2].lower()) is not None:
-        stem = ending[1]
-        role = role if role == "prompt" else _ROLE_OF[ending[2].lower()]
+    stem, named = _without_role(stem)
+    if named not in (None, "image_path"):  # 1_img.png may stand among masks, and 1_img_mask.png beside 1_img.png
+        role = role if role == "prompt" else named
+        shorter, inner = _without_role(stem)
+        stem = shorter if inner == "image_path" else stem
     # macOS writes accents as characters of their own: one name may be written in both ways
     return Path(normalize("NFC", str(folder))), normalize("NFC", stem), role
+
+
+def _without_role(stem: str) -> tuple[str, str | None]:
+    """A name without the ending of a role, and that role; None without one."""
+    ending = re.fullmatch(r"(.+)[_.-]([a-z]+)", stem, re.IGNORECASE)
+    role = None if ending is None else _ROLE_OF.get(ending[2].lower())
+    return (stem, None) if ending is None or role is None else (ending[1], role)

@@ -134,20 +134,40 @@ _MOST_LABELS = 64
 _COLOURED = 64
 """Least difference between the channels of a label's colour."""
 
+_BLEND = 16
+"""Distance to a blend of two colours within which a colour is one, of a soft edge between them."""
+
 
 def _label_colours(image: Image.Image, masked: NDArray[np.bool_]) -> str | None:
     """The doubt about a mask of the red channel in an image of a few colours, of which two or more are not masked, and
-    one of these is no black, grey or white: of a map of labels only the red objects would be repainted."""
+    one of these is no black, grey or white: of a map of labels only the red objects would be repainted. The colours of
+    a soft edge around the red are none."""
     colours = image.convert("RGB")
     if colours.getcolors(_MOST_LABELS) is None:
         return None
-    kept = np.unique(np.asarray(colours)[~masked], axis=0)
-    if len(kept) < 2 or np.ptp(kept, axis=-1).max() < _COLOURED:
+    pixels = np.asarray(colours)
+    kept, painted = _by_area(pixels[~masked]), _by_area(pixels[masked])
+    way, steps = painted[0] - kept[0], kept - kept[0]
+    along = (steps @ way / (way @ way)).clip(0, 1)
+    blended = np.abs(steps - along[:, None] * way).max(-1) <= _BLEND
+    blended[0] = False
+    kept = kept[~blended]
+    red, green, blue = kept.T
+    # red over grey of any level is redder than that, with green and blue alike
+    coloured = np.maximum(np.abs(green - blue), np.maximum(green, blue) - red)
+    if len(kept) < 2 or coloured.max() < _COLOURED:
         return None
     return (
         f"{len(kept)} colours beside the masked red, as in a map of labels, of which {masked.mean():.0%} of the pixels "
         "are repainted; write one object white and the rest black"
     )
+
+
+def _by_area(pixels: Pixels) -> NDArray[np.float64]:
+    """[C, 3] the colours of pixels [N, 3], the most frequent first."""
+    codes, counts = np.unique(pixels @ np.array([1 << 16, 1 << 8, 1], np.int32), return_counts=True)
+    ordered = codes[np.argsort(-counts, kind="stable")]
+    return np.stack([ordered >> 16, ordered >> 8 & 255, ordered & 255], -1).astype(np.float64)
 
 
 def _far_from_median(counts: NDArray[np.int64]) -> int:

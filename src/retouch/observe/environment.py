@@ -35,7 +35,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "gpus": Measurement("names of the GPUs in environment.json").take(_gpu_names) or [],
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1,  # as `Engine`
         "threads": torch.get_num_threads(),
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
