@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.rehearsal.test_runs import CELLS
+from tests.rehearsal.test_runs import CELLS, READ, is_frugal
 from tests.selection import meetings
 
 REPOSITORY = Path(__file__).parents[2]
@@ -20,6 +20,11 @@ def test_every_two_choices_of_a_run_had_the_numbers_of_the_cpu() -> None:
     assert not [row for row in ROWS if row["faults"]]
     met = set[Any]().union(*(meetings([row[name] for name in NAMES], 2) for row in ROWS))
     assert met == set[Any]().union(*(meetings([*cell, offload], 2) for cell in CELLS for offload in (True, False)))
+
+
+def test_every_run_copied_and_read_back_what_the_full_tier_allows() -> None:
+    beyond = [row for row in ROWS if not is_frugal(",".join(row[name] for name in NAMES[:3]), row)]
+    assert not beyond + [row for row in ROWS if row["waits"]["to_host"] > READ]
 
 
 def test_the_page_holds_what_a_step_reads_back() -> None:

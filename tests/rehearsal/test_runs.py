@@ -34,10 +34,10 @@ def walked(folder: Path, chosen: list[str], offload: str) -> dict[str, Any]:
     return json.loads((folder / "rehearsal.json").read_text(encoding="utf-8"))
 
 
-MOVED = {"sft": 4, "grpo": 6, "ppo": 6, "dpo": 4.5, "kto": 3.5, "nft": 4, "reward_gradient": 3.5}
+MOVED = {"sft": 3.5, "grpo": 6, "ppo": 6, "dpo": 4.5, "kto": 3.5, "nft": 4, "reward_gradient": 3.5}
 """Algorithm -> tensors that a forward of its steps copies to the device, beside one condition: states or noise, times,
 and what the loss takes of each row, which predictions of a snapshot do without. Tables of the schedule are there
-already."""
+already, except in SFT, which samples nothing before: its first of three steps copies the table of an epsilon model."""
 
 OF_DIFFUSERS = {"qwen_image": 1, "qwen_image_edit": 1.25}
 """Family -> copies more: a number in diffusers' own forward, and where a batch of prompts not seen before is padded."""

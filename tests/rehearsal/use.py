@@ -144,11 +144,12 @@ def steps_only(family: str, algorithm: str) -> Iterator[Moved]:
     """What the optimizer steps inside copy, without those of a warm-up."""
     moved, record = Moved(), Record()
 
-    def watched(owner: Any, name: str, count: str | None, paused: bool = True) -> Any:
+    def watched(owner: Any, name: str, count: str | None, paused: bool = True, to_device: bool = False) -> Any:
         method = getattr(owner, name)
 
         def call(*args: Any, **options: Any) -> Any:
-            if count is not None and record.is_open:
+            counted = not to_device or torch.device(args[1]).type == NAME
+            if count is not None and record.is_open and counted:
                 setattr(moved, count, getattr(moved, count) + 1)
             with record.paused() if paused else nullcontext():
                 return method(*args, **options)
@@ -174,7 +175,7 @@ def steps_only(family: str, algorithm: str) -> Iterator[Moved]:
         mock.patch.object(Step, "__exit__", left),
         watched(EncodedData, "_encode", None),
         watched(EncodedData, "_encode_image", None),
-        watched(Condition, "to", "conditions"),
+        watched(Condition, "to", "conditions", to_device=True),
         watched(family_class(family), "predict", "forwards", paused=False),
     ):
         yield moved

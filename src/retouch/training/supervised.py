@@ -48,11 +48,12 @@ def supervised_loss(
     positions = [step.positions[row] for row in rows]
     x0 = data.images(positions, "target", device)
     noise, uniform, uncaptioned = row_draws(x0.shape[1:], [step.seeds[row] for row in rows], objective)
-    condition = data.conditions(positions, device, uncaptioned)
+    condition = data.conditions(positions, torch.device("cpu"), uncaptioned)
     train = run.config.model.train
     if train.kind == "ip_adapter":
         draws = [derive_seed(run.config.seed, "reference", number, row) for row in global_rows]
         condition = drop_references(condition, train.reference_dropout, draws, uncaptioned)
+    condition = condition.to(device)  # with the references that are kept: each copy is a wait
     schedule = run.schedule(condition.size)
     time = schedule.training_times(uniform.clamp(1e-6, 1 - 1e-6), shifted=shifted).to(device)
     region = objective_region(objective, condition, run.model.spec.downsampling)
