@@ -74,12 +74,13 @@ CALLS: list[str] = []
 
 @pytest.mark.parametrize("then", default(["stop", "warn"], lambda then: then == "stop"))
 def test_gold_that_falls_is_an_alarm(vlm_file: RunFile, tmp_path: Path, then: str) -> None:
-    """A reward whose name sounds like a duration rises."""
+    """A reward whose name sounds like a duration rises. With fewer than eight examples, all of them fall by chance more
+    often than the level of the second comparison permits."""
     CALLS.clear()
     file = vlm_file(
         rewards={"runtime": reward("rising"), "gold": reward("falling", role="gold")},
         training__eval_every=1,
-        evaluation={"num_examples": 6, "on_gold_fall": then},
+        evaluation={"num_examples": {"stop": 6, "warn": 8}[then], "on_gold_fall": then},
     )
     outcome = train(file)
     steps = [1] if then == "stop" else [1, 2]

@@ -290,6 +290,20 @@ def compare(folder: Path, name: str) -> None:
         assert held(ddp, rank)["exchanges"] == 2 < held(ddp, rank)["backwards"]
 
 
+def halves(folder: Path, name: str) -> None:
+    """Every process has a half of weights, moments and snapshots; the halves are the whole, as one process saves it."""
+    saved = folder / "runs" / f"{name}-one/checkpoints/step-000002/weights/diffusion_pytorch_model.safetensors"
+    whole = sum(tensor.numel() for tensor in load_file(saved).values())
+    first, second = (held(folder / "runs" / f"{name}-fsdp2", rank) for rank in range(2))
+    assert first["trained"] == second["trained"] == whole
+    for part, numbers in (("weights", whole), ("moments", 2 * whole)):
+        assert first[part] + second[part] == numbers
+        assert first[part] == pytest.approx(numbers / 2, rel=0.02)
+    assert first["snapshots"].keys() == {"ema", "old", "reference"}
+    for snapshot in first["snapshots"]:
+        assert first["snapshots"][snapshot] + second["snapshots"][snapshot] == whole
+
+
 def stopped(done: subprocess.CompletedProcess[str], run: Path) -> None:
     """By the process that raised; nothing was saved."""
     assert done.returncode != 0
@@ -304,6 +318,7 @@ def test_sharded_is_replicated_is_one_process_and_one_that_fails_stops_the_other
     folder, done = few
     stopped(done, folder / "runs" / "fails")
     compare(folder, FEW[0])
+    halves(folder, FEW[0])
     for name in FEW[1:]:
         same_as_one(folder, name)
 
@@ -364,18 +379,7 @@ def test_what_a_process_holds_under_zero(zero_runs: Path) -> None:
 
 @slow
 def test_every_process_holds_a_half(runs: Path) -> None:
-    """Of weights, moments and snapshots; the halves are the whole."""
-    for name in ("flux_nft-fsdp2", "sd_nft-fsdp2"):
-        first, second = (held(runs / "runs" / name, rank) for rank in range(2))
-        trained = first["trained"]
-        assert trained == second["trained"] > 1e6
-        for part in ("weights", "moments"):
-            whole = trained * (2 if part == "moments" else 1)
-            assert first[part] + second[part] == whole
-            assert first[part] == pytest.approx(whole / 2, rel=0.02)
-        assert first["snapshots"].keys() == {"ema", "old", "reference"}
-        for snapshot in first["snapshots"]:
-            assert first["snapshots"][snapshot] + second["snapshots"][snapshot] == trained
+    halves(runs, "flux_nft")
     replicated = held(runs / "runs" / "flux_nft-ddp", 0)
     assert replicated["weights"] == replicated["trained"]
 

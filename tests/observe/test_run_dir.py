@@ -338,5 +338,10 @@ def test_each_problem_of_a_file_is_named_once(tmp_path: Path, caplog: pytest.Log
         file.write_text(content)
         for _ in range(2):
             assert kept_rows(folder, None) is None
-    problems = ("no file of the run itself", "damaged (empty)", "damaged (line 1 is no row of an evaluation)")
-    assert [caplog.text.count(f"{file}: {problem}") for problem in problems] == [1, 1, 1]
+    file.unlink()
+    file.mkdir()
+    assert kept_rows(folder, None) is None and read_own_rows(folder, file) == []
+    damages = ("damaged (empty)", "damaged (line 1 is no row of an evaluation)")
+    problems = ("no file of the run itself", *damages, "not a file")
+    assert [caplog.text.count(f"{file}: {problem}") for problem in problems] == [1, 1, 1, 1]
+    assert len(caplog.records) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -288,8 +289,12 @@ def test_without_a_folder_nothing_is_left_in_the_working_directory(
 
 
 @pytest.mark.full
-def test_a_server_of_a_run_has_an_instance_for_each_device(tmp_path: Path) -> None:
-    """Started as a run starts it: two addresses, each with its GPU. Preservation needs no GPU to be there."""
+def test_a_server_of_a_run_has_an_instance_for_each_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started as a run starts it: two addresses, each with its GPU. Preservation needs no GPU; the server's process
+    counts three, because it rejects a device that its machine does not have."""
+    counted = "from retouch.rewards import devices\n\ndevices.gpu_count = lambda: 3\n"
+    (tmp_path / "sitecustomize.py").write_text(counted, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     server = LocalServer({"kept": {"scorer": "preservation"}}, tmp_path / "server.log", ("cuda:0", "cuda:2"))
     try:
         urls = server.urls()

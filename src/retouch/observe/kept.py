@@ -18,6 +18,7 @@ from retouch.errors import ImageProblem, log_once
 from retouch.files import plain_json
 from retouch.files.disk import read_bounded
 from retouch.imaging.reading import open_image
+from retouch.observe.run_dir import is_no_file
 from retouch.process.plain_text import count_of
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ def kept_rows(folder: Path, images: object) -> list[Row] | None:
         images: number of rows that were written; None: not known.
     """
     try:
+        if is_no_file(folder / "rows.jsonl"):
+            return None
         rows = _rows(read_bounded(folder / "rows.jsonl", _MOST_BYTES))
         if images not in (None, len(rows)):
             raise ValueError(f"{count_of(len(rows), 'row')} for the {images} images of metrics.jsonl")

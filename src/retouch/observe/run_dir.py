@@ -277,11 +277,25 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return list(_records(path.read_bytes().split(b"\n")))
 
 
+def is_no_file(place: Path) -> bool:
+    """Whether a folder or a pipe has the place of the rows of an evaluation, with one warning for all that read them:
+    alarms, grids and the report."""
+    try:
+        found = place.exists() and not place.is_file()
+    except OSError:  # where this user may not look
+        return False
+    if found:
+        log_once(logger, "%s: not a file; this evaluation is left out of alarms, grids and the report", place)
+    return found
+
+
 def read_own_rows(run: Path, place: Path) -> list[dict[str, Any]]:
     """`read_rows` of a file of a run directory that may come from anybody; none, with a warning, where it is that of
     another place."""
     if is_own(run, place, _MOST_RECORDS):
         return read_rows(place)
+    if is_no_file(place):
+        return []
     log_once(logger, "%s: no file of the run itself, or too large: it is left out", place)
     return []
 
