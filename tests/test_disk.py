@@ -167,3 +167,24 @@ def test_what_could_not_be_written_whole_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="mode"):
         write_png(Image.new("F", (2, 2)), tmp_path / "z.png")
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("write", [write_whole, lambda path, text: write_png(Image.new("RGB", (1, 1)), path)])
+def test_a_device_is_not_replaced(
+    write: Callable[[Path, str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--out /dev/null` would be a file from then on, where root runs it; a file stands in for it here."""
+    (device := tmp_path / "null").write_text("a device")
+    monkeypatch.setattr(Path, "is_char_device", lambda path: path == device)
+    with pytest.raises(OSError, match="not a file") as raised:
+        write(device, "a")
+    assert device.read_text() == "a device" and [*tmp_path.iterdir()] == [device]
+    assert file_problem(raised.value) == f"{device}: not a file; give the path of a file"
+
+
+def test_a_folder_that_takes_no_file_is_named_by_the_file(run_yaml: Path, tmp_path: Path) -> None:
+    """Not by one beside it, which nobody asked for."""
+    target = tmp_path / "gone" / "page.html"
+    with pytest.raises(OSError, match=r"page\.html'") as raised, writing(target.parent, "--out"):
+        write_whole(target, "a")
+    assert file_problem(raised.value) == f"{target}: no such file or directory; set --out to a writable folder"

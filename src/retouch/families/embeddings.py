@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ from retouch.files.disk import read_bounded, write_whole
 from retouch.files.hub import is_hub_id
 from retouch.files.model_files import fingerprint, is_same_model
 from retouch.process.plain_text import count_of
+from retouch.process.replacing import beside
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -180,10 +180,10 @@ class EmbeddingCache:
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
         kept = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
-        save_file(kept, temporary, metadata={"sha256": _digest(kept, path)})
-        temporary.replace(path)  # atomic: a reader never finds part of a file
+        with beside(path) as temporary:  # a reader never finds part of a file
+            save_file(kept, temporary, metadata={"sha256": _digest(kept, path)})
+            temporary.replace(path)
 
 
 class StoredVectors(ImageEncoder):

@@ -13,6 +13,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from retouch.errors import ConfigError
+from retouch.process.replacing import beside
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -102,30 +103,23 @@ def append_to(path: Path) -> int:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file at once: a reader, or a start after a kill, never finds a part of it."""
-    temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # nothing is written through a link
-    try:
+    with beside(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_first(path: Path, text: str) -> bool:
     """Write a file at once, if it does not exist -> whether this process wrote it, which one of several does."""
-    temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # nothing is written through a link
-    try:
+    with beside(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LINKS or path.exists():
-            raise
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS or path.exists():
+                raise
+            temporary.replace(path)
     return True
 
 
@@ -291,6 +285,10 @@ def file_problem(error: OSError) -> str | None:
         return f"{where}{reason}; change its permissions" + (
             f", or set {options} to a writable folder" if written else ""
         )
+    if error.errno == errno.ENOENT and written:
+        return f"{where}{reason}; set {options} to a writable folder"
+    if error.errno == errno.EINVAL and reason == "not a file":
+        return f"{where}{reason}; give the path of a file"
     if error.errno == errno.EISDIR:
         return f"{error.filename2 or path}: a folder exists where a file is expected; move it away"
     if error.errno in OBSTRUCTED and (error.errno == errno.ENOTDIR or not Path(path).is_dir()):

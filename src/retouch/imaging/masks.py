@@ -153,7 +153,7 @@ def _label_colours(image: Image.Image, masked: NDArray[np.bool_]) -> str | None:
     blended[0] = False
     kept = kept[~blended]
     red, green, blue = kept.T
-    # red over grey of any level is redder than that, with green and blue alike
+    # red over grey of any level is redder than that, and as green as blue
     coloured = np.maximum(np.abs(green - blue), np.maximum(green, blue) - red)
     if len(kept) < 2 or coloured.max() < _COLOURED:
         return None

@@ -10,6 +10,8 @@ from typing import Protocol
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from retouch.process.replacing import beside
+
 
 def resolution_of(image: Image.Image) -> tuple[float, float] | None:
     """Pixels per inch, (x, y), that an image states; None without usable ones."""
@@ -40,13 +42,9 @@ def write_png(image: Image.Image, path: Path, about: Mapping[str, str] | None = 
     for name, text in (about or {}).items():
         texts.add_text(name, text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # nothing is written through a link
-    try:
+    with beside(path) as temporary:
         image.save(temporary, "PNG", pnginfo=texts)
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def png_text(path: Path, name: str) -> str | None:
@@ -67,9 +65,7 @@ def write_new_png(image: Writable, next_free: Callable[[], Path]) -> Path:
         next_free: returns a path that does not exist at the moment.
     """
     path = next_free()
-    temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)  # nothing is written through a link
-    try:
+    with beside(path) as temporary:
         image.save(temporary, "PNG")
         while True:
             try:
@@ -81,5 +77,3 @@ def write_new_png(image: Writable, next_free: Callable[[], Path]) -> Path:
                 return path
             else:
                 return path
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from retouch.config.parts import completed
 from retouch.errors import ConfigError
-from retouch.files.disk import write_whole
+from retouch.files.disk import write_whole, writing
 from retouch.observe.charts import charts_of, is_number, measures_of
 from retouch.observe.conflicts import (
     Column,
@@ -158,8 +158,9 @@ def _write(runs: Mapping[str, Path], out: Path, sampled: Sampled | None, inside:
         images.images,
         images.beside,
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, document(page))
+    with writing(out.parent, "--out"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, document(page))
     return Comparison(out, verdicts, problems)
 
 

@@ -1,0 +1,32 @@
+"""A file that is written beside the one whose place it takes."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A path beside `path`, of a file to be written and moved there; what is left of it at the end is removed.
+
+    Nothing is written through a link, and no device, such as `/dev/null`, is replaced.
+
+    Raises:
+        OSError: of `path`, also where the file beside it cannot be written.
+    """
+    if path.is_char_device() or path.is_block_device():
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        yield temporary
+    except OSError as error:
+        if error.filename in (temporary, str(temporary), os.fsencode(temporary)):
+            error.filename = str(path)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
