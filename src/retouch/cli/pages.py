@@ -15,7 +15,7 @@ from retouch.files.disk import writing
 
 app = typer.Typer()
 
-Open = Annotated[bool, typer.Option("--open", help="Open the file in a browser.")]
+Open = Annotated[bool, typer.Option("--open", help="Open the page in a browser.")]
 SingleFile = Annotated[
     bool, typer.Option("--single-file", help="Keep images inside the file, even if it gets larger than 10 MB.")
 ]
