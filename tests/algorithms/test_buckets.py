@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ from retouch.config import RunConfig
 from retouch.data.dataset import load_dataset
 from retouch.imaging.masks import MASK_THRESHOLD
 from retouch.observe.run_dir import read_metrics
+from retouch.observe.timing import Stopwatch
+from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.protocol import RewardItem
-from retouch.training.evaluation import shared_work
+from retouch.rewards.scorers.preservation import PreservationReward
+from retouch.rewards.table import RewardTable
+from retouch.training.evaluation import evaluate, shared_work
 from retouch.training.step import Step
 from retouch.types import Example, Score
 from tests.command_line import retouch
@@ -110,8 +115,13 @@ def test_images_of_one_size_are_trained_as_at_that_size(config: Config, whole: N
     assert [r for r in measured[0] if r["kind"] != "event"] == [r for r in measured[1] if r["kind"] != "event"]
 
 
-def test_a_run_of_several_shapes_goes_on_inside_an_epoch_as_the_same_run(run_of: Config, whole: None) -> None:
+def test_a_run_of_several_shapes_goes_on_inside_an_epoch_as_the_same_run(
+    run_of: Config, mixed: dict[str, Any], whole: None
+) -> None:
     """Two steps an epoch: the checkpoint after three lies inside the second."""
+    manifest = Path(mixed["path"])
+    lines = manifest.read_text("utf-8").splitlines(keepends=True)
+    manifest.write_text("".join(lines[::2] + lines[1::2]), encoding="utf-8")  # shapes alternate
     shape = {"optimizer__batch_size_per_device": 2, "training__checkpoint_every": 3}
     shape |= {"evaluation__num_examples": 8, "evaluation__grid_examples": 8}
     through, _ = train(run_of("grpo", name="whole", training__max_steps=4, **shape))
@@ -124,6 +134,10 @@ def test_a_run_of_several_shapes_goes_on_inside_an_epoch_as_the_same_run(run_of:
     folder = through.dir.path / "evaluations" / "step-000004"
     sizes = [Image.open(path).size[::-1] for path in sorted(folder.glob("*.png"))]
     assert sizes == through.data.shapes  # in the order of the examples, not in that of the forwards
+    with closing(RewardTable({"preservation": PreservationReward()}, RewardClientConfig())) as rewards:
+        rewards.start()
+        alone = evaluate(through.model, through.network, [*through.data], 1, 1, 1.0, 4, rewards, Stopwatch())
+    assert [image.shape[:2] for image in alone.images] == through.data.shapes
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 4))

@@ -484,6 +484,14 @@ def test_the_key_is_in_no_log_no_message_no_revision_and_no_saved_config(
     assert caplog.records and KEY not in caplog.text
 
 
+def test_the_key_is_not_told_where_a_server_lists_it_as_a_model() -> None:
+    with OpenAIServer() as server:
+        server.models = [f"judge-{KEY}", "other"]
+        with pytest.raises(ConfigError, match=r"judge-\*\*\*, other") as raised:
+            made(server, model="auto")
+    assert KEY not in str(raised.value)
+
+
 def test_an_address_without_its_path_is_told_what_is_missing() -> None:
     with OpenAIServer() as server, pytest.raises(ConfigError, match=r"HTTP 404.*endpoint ends with /v1"):
         made(server, address=server.url.removesuffix("/v1"))
