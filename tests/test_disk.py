@@ -182,9 +182,15 @@ def test_a_device_is_not_replaced(
     assert file_problem(raised.value) == f"{device}: not a file; give the path of a file"
 
 
-def test_a_folder_that_takes_no_file_is_named_by_the_file(run_yaml: Path, tmp_path: Path) -> None:
+def test_a_folder_that_takes_no_file_is_named_by_the_file(tmp_path: Path) -> None:
     """Not by one beside it, which nobody asked for."""
     target = tmp_path / "gone" / "page.html"
     with pytest.raises(OSError, match=r"page\.html'") as raised, writing(target.parent, "--out"):
         write_whole(target, "a")
     assert file_problem(raised.value) == f"{target}: no such file or directory; set --out to a writable folder"
+    (tmp_path / "file").write_text("a")
+    with pytest.raises(OSError, match=r"file/page\.html'"):  # what removes the file beside it fails as well
+        write_whole(tmp_path / "file/page.html", "a")
+    with pytest.raises(FileNotFoundError) as raised, writing(tmp_path, "--out"):
+        (tmp_path / "to_be_read").read_text()
+    assert file_problem(raised.value) is None

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -270,11 +271,11 @@ def stopped_and_resumed(at: int, make: Callable[[], RunConfig]) -> list[dict[str
 def test_a_report_that_fails_is_no_failure_of_the_run(
     config: Config, scripted: Use, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(run: Any, *, inside: Any) -> None:
+    def full(path: Path, text: str) -> None:
         raise OSError("no space left on device")
 
     scripted(brightness)
-    monkeypatch.setattr("retouch.observe.report._write", full)
+    monkeypatch.setattr("retouch.observe.report.write_whole", full)
     train(config(training__max_steps=1))
     assert "no report of" in caplog.text
 

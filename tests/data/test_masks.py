@@ -283,3 +283,13 @@ def test_integers_of_32_bits_are_refused_with_their_values(tmp_path: Path) -> No
         f"{tmp_path}/m.tif: holds integers of unknown scale (signed, of 32 bits, or of a format that states none), "
         "values 0 to 255; convert it to an 8-bit PNG or JPEG, values 0 to 255"
     )
+
+
+@pytest.mark.parametrize(("ground", "second"), [((0, 0, 0), (100, 0, 0)), ((0, 0, 255), (127, 0, 128))])
+def test_an_object_whose_colour_lies_between_two_others_is_no_soft_edge(
+    ground: tuple[int, int, int], second: tuple[int, int, int]
+) -> None:
+    image = Image.new("RGB", (64, 64), ground)
+    image.paste((255, 0, 0), (4, 4, 24, 24))
+    image.paste(second, (34, 4, 60, 60))
+    assert "as in a map of labels" in (read_mask(image, "m.png").doubt or "")

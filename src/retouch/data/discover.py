@@ -216,17 +216,12 @@ def _place(file: Path, top: Path) -> tuple[Path, str, str]:
     if place is not None:
         folder = top.joinpath(*above[:place], *above[place + 1 :])
         role = role if role == "prompt" else _ROLE_OF[above[place].lower()]
-    stem, named = _without_role(stem)
-    if named not in (None, "image_path"):  # 1_img.png may stand among masks, and 1_img_mask.png beside 1_img.png
-        role = role if role == "prompt" else named
-        shorter, inner = _without_role(stem)
-        stem = shorter if inner == "image_path" else stem
+    ending = re.fullmatch(r"(.+)[_.-]([a-z]+)", stem, re.IGNORECASE)
+    if ending is not None and (named := _ROLE_OF.get(ending[2].lower())) is not None:
+        # "img" is part of many names, also of masks: 1_img_mask.png belongs to 1_img.png, masks/1_img.png to
+        # img/1_img.png.
+        is_img = ending[2].lower() == "img"
+        stem = ending[1] if is_img else re.sub(r"(?<=.)[_.-]img$", "", ending[1], flags=re.IGNORECASE)
+        role = role if role == "prompt" or (is_img and place is not None) else named
     # macOS writes accents as characters of their own: one name may be written in both ways
     return Path(normalize("NFC", str(folder))), normalize("NFC", stem), role
-
-
-def _without_role(stem: str) -> tuple[str, str | None]:
-    """A name without the ending of a role, and that role; None without one."""
-    ending = re.fullmatch(r"(.+)[_.-]([a-z]+)", stem, re.IGNORECASE)
-    role = None if ending is None else _ROLE_OF.get(ending[2].lower())
-    return (stem, None) if ending is None or role is None else (ending[1], role)

@@ -285,7 +285,7 @@ def file_problem(error: OSError) -> str | None:
         return f"{where}{reason}; change its permissions" + (
             f", or set {options} to a writable folder" if written else ""
         )
-    if error.errno == errno.ENOENT and written:
+    if error.errno == errno.ENOENT and getattr(error, "is_of_output", False):
         return f"{where}{reason}; set {options} to a writable folder"
     if error.errno == errno.EINVAL and reason == "not a file":
         return f"{where}{reason}; give the path of a file"

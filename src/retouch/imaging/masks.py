@@ -146,15 +146,16 @@ def _label_colours(image: Image.Image, masked: NDArray[np.bool_]) -> str | None:
     if colours.getcolors(_MOST_LABELS) is None:
         return None
     pixels = np.asarray(colours)
-    kept, painted = _by_area(pixels[~masked]), _by_area(pixels[masked])
+    (kept, counts), (painted, _) = _by_area(pixels[~masked]), _by_area(pixels[masked])
+    flat = counts >= _FLAT_SHARE * masked.size  # an edge has few pixels
     way, steps = painted[0] - kept[0], kept - kept[0]
     along = (steps @ way / (way @ way)).clip(0, 1)
     blended = np.abs(steps - along[:, None] * way).max(-1) <= _BLEND
     blended[0] = False
-    kept = kept[~blended]
+    kept, flat = kept[flat | ~blended], flat[flat | ~blended]
     red, green, blue = kept.T
     # red over grey of any level is redder than that, and as green as blue
-    coloured = np.maximum(np.abs(green - blue), np.maximum(green, blue) - red)
+    coloured = np.where(flat, np.ptp(kept, axis=-1), np.maximum(np.abs(green - blue), np.maximum(green, blue) - red))
     if len(kept) < 2 or coloured.max() < _COLOURED:
         return None
     return (
@@ -163,11 +164,12 @@ def _label_colours(image: Image.Image, masked: NDArray[np.bool_]) -> str | None:
     )
 
 
-def _by_area(pixels: Pixels) -> NDArray[np.float64]:
-    """[C, 3] the colours of pixels [N, 3], the most frequent first."""
+def _by_area(pixels: Pixels) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """The colours [C, 3] of pixels [N, 3], the most frequent first, and how many each has."""
     codes, counts = np.unique(pixels @ np.array([1 << 16, 1 << 8, 1], np.int32), return_counts=True)
-    ordered = codes[np.argsort(-counts, kind="stable")]
-    return np.stack([ordered >> 16, ordered >> 8 & 255, ordered & 255], -1).astype(np.float64)
+    order = np.argsort(-counts, kind="stable")
+    ordered = codes[order]
+    return np.stack([ordered >> 16, ordered >> 8 & 255, ordered & 255], -1).astype(np.float64), counts[order]
 
 
 def _far_from_median(counts: NDArray[np.int64]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -13,12 +13,12 @@ from pathlib import Path
 def beside(path: Path) -> Iterator[Path]:
     """A path beside `path`, of a file to be written and moved there; what is left of it at the end is removed.
 
-    Nothing is written through a link, and no device, such as `/dev/null`, is replaced.
+    Nothing is written through a link, and no device, such as `/dev/null` or `/dev/stdout`, is replaced.
 
     Raises:
         OSError: of `path`, also where the file beside it cannot be written.
     """
-    if path.is_char_device() or path.is_block_device():
+    if path.is_char_device() or path.is_block_device() or (path.is_symlink() and path.is_fifo()):
         raise OSError(errno.EINVAL, "not a file", str(path))
     temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
     try:
@@ -27,6 +27,8 @@ def beside(path: Path) -> Iterator[Path]:
     except OSError as error:
         if error.filename in (temporary, str(temporary), os.fsencode(temporary)):
             error.filename = str(path)
+            error.is_of_output = True  # type: ignore[attr-defined]
         raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # it would take the place of the error before it
+            temporary.unlink(missing_ok=True)

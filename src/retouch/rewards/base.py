@@ -428,8 +428,7 @@ class RewardEntry(Section):
         if changed:
             raise ValueError(
                 f"{changed[0]} is set beside url {self.url!r}, but the options of a reward belong to the server that "
-                f"scores it; drop {changed[0]} here (on the command line: rewards.NAME={{url: ...}}) and start the "
-                "server with it"
+                f"scores it; drop {changed[0]} here and start the server with it"
             )
         return self
 
