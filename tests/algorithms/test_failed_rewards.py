@@ -42,7 +42,7 @@ from .runs import Config, Scripted, Use, base_weights, brightness, of_kind, same
 pytestmark = pytest.mark.usefixtures("bare", "shallow")
 
 FAILED = (7,)
-"""Of 12 images: less than the 10 % beyond which a run stops."""
+"""Of 12 images: less than `max_failure_rate`, beyond which a run stops."""
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"name": "grpo", "clip_range": 1e-3, "kl_weight": 0.5},

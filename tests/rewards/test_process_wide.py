@@ -16,6 +16,7 @@ from rapidocr.ch_ppocr_det.main import DetPreProcess, TextDetector
 from retouch.config import ConfigError
 from retouch.process.process_wide import loading
 from retouch.rewards import REWARDS
+from retouch.rewards.base import NO_NETWORK
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.protocol import ScorerSpec
 from retouch.rewards.scorers.jpeg_size import JpegSizeReward
@@ -157,23 +158,18 @@ def test_a_run_does_not_begin_under_another_default(monkeypatch: pytest.MonkeyPa
 
 
 LOADABLE: dict[str, dict[str, Any]] = {
+    **{name: {} for name, reward in REWARDS.items() if reward.cpu_only == NO_NETWORK},
     "anytext": {"threads": 1},
     "clip": {"path": tiny_clip(), "processor": ""},
     "clip_r_precision": {"path": tiny_clip(), "processor": ""},
-    "completion_quality": {},
     "cvtg": {"threads": 1},
     "flow_grpo_ocr": {"threads": 1},
     "glyph_structure": {"threads": 1},
-    "jpeg_size": {},
-    "kept_area": {},
     "ocr": {"threads": 1},
     "ocr_lines": {"threads": 1},
     "pickscore": {"path": tiny_clip(), "processor": ""},
-    "preservation": {},
     "recognizer": {},
-    "seam": {},
     "textedit": {"threads": 1},
-    "think_format": {},
 }
 """The others of the registry need files that their own tests make; `conftest` watches these."""
 

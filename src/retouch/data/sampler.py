@@ -1,8 +1,9 @@
 """The examples of an epoch, their order and their rank: pure functions of the run's seed.
 
 Without state, a resumed run, another number of processes or another batch size has the same epochs, and the same
-supervised steps if a step has as many samples. An epoch takes G different examples, K rollouts each: G · K *slots* in a
-fixed order. Ranks take consecutive slices of them; the last slots are padded, with weight 0, if they do not divide.
+supervised steps if a step has as many samples; the stages of a curriculum follow `Derived.epochs`. An epoch takes G
+different examples, K rollouts each: G · K *slots* in a fixed order. Ranks take consecutive slices of them; the last
+slots are padded, with weight 0, if they do not divide.
 A reward that compares samples of a group needs slices of whole groups.
 
 Where examples have several shapes, an epoch and a supervised step have one each, on all ranks: in the order of a pass,

@@ -86,7 +86,10 @@ _KNOWN: dict[str, dict[str, Meaning]] = {
             log=True,
             least=1e-4,
         ),
-        "clip_fraction": Meaning("Share of the ratios that the clip range cuts off.", least=0.02),
+        "clip_fraction": Meaning(
+            "Share of the ratios that the clip range cuts off, or the KL mask: 0 before the first update of an epoch.",
+            least=0.02,
+        ),
     },
     "kl": {
         "kl": Meaning("Divergence of the policy from its reference: how far it has moved.", least=1e-6),

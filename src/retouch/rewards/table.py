@@ -293,7 +293,8 @@ class RewardTable:
         return found
 
     def statistics(self) -> dict[str, float]:
-        """Counts of the clients so far; latencies of the newest requests in seconds."""
+        """Counts of the clients since they were made, where a row asked again after an outage counts again; latencies
+        of the newest requests in seconds."""
         counts: dict[str, float] = {}
         for place, backend in self._backends.items():
             if isinstance(backend, RewardClient):

@@ -208,7 +208,8 @@ def sample_and_score(session: Session, algorithm: RlConfig, examples: Sequence[i
     """Samples of the examples, all of whose scores are in.
 
     Raises:
-        RewardOutage: on every process.
+        RewardOutage: on every process. One waits for its own server in `settle`, and the others for it in
+            `raise_together`.
         Stopped: asked to stop between batches, or while rewards are computed.
     """
     run, scores, outage = session.run, list[Scores](), None

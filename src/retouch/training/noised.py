@@ -21,7 +21,7 @@ class NoisedRows:
 
     Attributes:
         x0, x, noise: [B · W, C, h, w].
-        time: [B · W] of the schedule.
+        time: [B · W] of the schedule: sigma, or a timestep of an epsilon model (`schedule.sigma(time)` is in [0, 1]).
         copies: W.
     """
 

@@ -51,8 +51,8 @@ def grpo_loss(
         kl_exceeded: bool, same shape as log_prob: the KL of the old policy's step to the policy's is over a limit.
 
     Returns:
-        The loss, and per-row-mean metrics: `ratio`, `clip_fraction` (share that is clipped or masked), `approx_kl` (k3
-        estimator) and `max_abs_log_ratio` (a maximum).
+        The loss, and metrics: means over the rows of weight > 0 and their steps (`ratio`; `clip_fraction`, the share
+        that is clipped or masked; `approx_kl`, the k3 estimator), and the maximum `max_abs_log_ratio`.
     """
     if log_prob.shape != old_log_prob.shape or log_prob.ndim not in (1, 2):
         raise ValueError(

@@ -47,7 +47,8 @@ def nft_loss(
 
     At v = v_old the gradient of a row is A times that of flow matching, times s² / w: A > 0 moves towards the image and
     A < 0 away. The loss's *value* there does not depend on the rewards. Away from v_old a row of
-    advantage 0 still has a gradient (it pulls back to v_old): only weight 0 makes a row inert. The KL term is not here.
+    advantage 0 still has a gradient (it pulls back to v_old): only weight 0 makes a row inert. The KL term is
+    added in `algorithms/nft/recipe.py`.
 
     Args:
         velocity: [B, ...] of the policy, with gradient; old_velocity of the policy that made the images.
