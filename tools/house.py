@@ -119,7 +119,7 @@ COMPONENTS = {
         "name",
         {"vlm_grpo": "vlm/"},
     ),
-    "reward": Kind(
+    "reward": Kind(  # a fixed sample
         (
             *("clip", "complex_edit", "fn", "jpeg_size", "mask_composite", "mmmg", "ocr", "openai_judge"),
             *("preservation", "seam", "style", "vlm"),

@@ -178,7 +178,7 @@ class RewardRows:
         example_index: [N] int64 of each sample's example in the dataset: the key of its group.
         index: [N] int64 within the group.
         padding: [N] bool.
-        reward_std: [R] standard deviation of each reward on one image; none where None.
+        noise_std: [R] standard deviation of each reward on one image (`min_group_std`); none where None.
         transforms: [R] keys of `TRANSFORMS`, or "none"; all "none" where empty.
         own: those of the N samples that this process holds.
     """
@@ -190,7 +190,7 @@ class RewardRows:
     example_index: Tensor
     index: Tensor
     padding: Tensor
-    reward_std: Tensor | None = None
+    noise_std: Tensor | None = None
     transforms: Sequence[str] = ()
     own: slice = field(default_factory=lambda: slice(None))
 
@@ -212,7 +212,7 @@ class RewardRows:
         the std are ties. The errors of a sum are taken as independent.
         """
         count, usable = len(self.names), self.usable
-        std = [0.0] * count if self.reward_std is None else [float(s) for s in self.reward_std]
+        std = [0.0] * count if self.noise_std is None else [float(s) for s in self.noise_std]
         # A transform takes differences within the std for ties. Its own std is therefore 0, or the same error would
         # count twice.
         columns = self.values.clone()
@@ -243,7 +243,7 @@ class RewardRows:
         return (torch.stack(parts, 1) * weights).sum(1) / weights.abs().sum()
 
     def statistics(self, combine: str) -> dict[str, float]:
-        """Metrics of the rewards of an epoch."""
+        """Metrics of an epoch over its usable samples, of all processes; values are gated and not transformed."""
         asked, usable = ~self.padding, self.usable
         found = {"images": float(asked.sum()), "failed": float((asked & ~usable).sum())}
         for i, name in enumerate(self.names):

@@ -107,7 +107,7 @@ _KNOWN: dict[str, dict[str, Meaning]] = {
         "lr": Meaning("Learning rate."),
         "rows": Meaning("Samples that counted in the loss of the step.", least=1.0),
         "positive_share": Meaning("Share of the rows with a positive weight.", least=0.02),
-        "combined_std": Meaning("Standard deviation of the weighted sum within an epoch.", least=0.005),
+        "combined_std": Meaning("Standard deviation of the weighted sum over the samples of an epoch.", least=0.005),
         "zero_std_groups": Meaning(
             "Share of the groups with two rewards or more whose rewards are equal, or differ by at most "
             "`min_group_std`: they give no direction.",

@@ -3,7 +3,7 @@
 Entries with the same addresses and the same view of the images share a client, and images are sent once; entries
 with `url: auto` and the same devices share one server on loopback with the other processes of the machine; entries
 without a url share one thread of this process per device. Rewards that do not count (weight 0, gold) are scored
-separately and delay nothing.
+separately and delay nothing. Gates and win rates are computed here, since a server may split a group.
 """
 
 from __future__ import annotations

@@ -99,6 +99,7 @@ def step_batches(
     evenly into its steps.
 
     Args:
+        rows: number of rows of this process.
         optimizer_step: [rows] of each row, the same in every inner epoch; None or [0] where they are dealt here.
     """
     if optimizer_step is not None and len(optimizer_step):
