@@ -92,7 +92,7 @@ _KNOWN: dict[str, dict[str, Meaning]] = {
         ),
     },
     "kl": {
-        "kl": Meaning("Divergence of the policy from its reference: how far it has moved.", least=1e-6),
+        "kl": Meaning("Divergence of the policy from its reference: mean over the rows that count.", least=1e-6),
         "approx_kl": Meaning("Estimated divergence from the policy that sampled, within an epoch.", least=1e-6),
         "old_velocity_distance": Meaning("Distance of the policy's velocity from the one that sampled.", least=1e-6),
         "entropy": Meaning("Entropy of the completions: 0 means that they are all the same.", least=0.01),

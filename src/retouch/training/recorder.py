@@ -83,7 +83,8 @@ class Recorder:
             self._stops.alarm = alarm
 
     def probe_rewards(self) -> None:
-        """Every `probe_every` epochs, check that the scorers still give the same images the same rewards."""
+        """Every `probe_every` epochs (by default never), check on the main process that the scorers still give the same
+        images the same rewards."""
         client, rewards = self.config.reward_client, self.run.rewards
         if not client.probe_every or self.progress.epoch % client.probe_every or not self.run.engine.is_main:
             return

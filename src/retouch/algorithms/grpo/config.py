@@ -51,7 +51,7 @@ class GrpoConfig(AdvantageConfig):
     ] = 1e-4
     """c of the ratio clip. Log-probabilities are means over dims, for which the usual 0.2 would never clip."""
     kl_weight: NonNegative = 0.0
-    """Weight of the KL to the reference policy (`kl_reference`); 0 keeps no reference."""
+    """Weight of the KL to the reference policy (`kl_reference` of every algorithm); 0 keeps no reference."""
     kl_mode: Annotated[
         Literal["exact", "flow_grpo"],
         ReadIf(

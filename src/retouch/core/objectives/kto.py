@@ -23,9 +23,10 @@ def kto_loss(
 
         loss = mean w_y (1 - sigmoid(y beta (g - z)))        z = max(mean g, 0)
 
-    A good sample is trained to be easier to denoise than under the reference, a bad one to be harder. Where g = z a row
-    has the largest gradient, beta w_y / 4 times y times that of its error; it vanishes for large |g - z|. Errors are
-    means over dims: published weights for sums over dims are smaller by the number of dims.
+    beta g is the implicit reward and z the reference point. A good sample is trained to be easier to denoise than under
+    the reference, a bad one to be harder. Where g = z a row has the largest gradient, beta w_y / 4 times y times that
+    of its error; it vanishes for large |g - z|. Errors are means over dims: published weights for sums over dims are
+    smaller by the number of dims.
 
     Args:
         error: [B] or [B, W] denoising errors of the policy (W noised copies), with gradient; `reference_error` has its
