@@ -316,7 +316,7 @@ def add(row: dict[str, Any], arguments: argparse.Namespace) -> None:
     from loop_overhead import machine
 
     out: Path = arguments.out
-    found = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": []}
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": []}
     rows = [one for one in found["rows"] if one["row"] != row["row"]] + [row]
     names = [one.name for one in ROWS]
     commits = {

@@ -87,7 +87,7 @@ def write_folder(folder: Path, family: str, *, tiny: bool = False, seed: int = 0
     for name, kind in spec.networks.items():
         dtype = torch.float32 if kind == "T5EncoderModel" else torch.float16 if family in VARIANT else torch.bfloat16
         if tiny:
-            network = toy.components[name].to(dtype)
+            network: Any = toy.components[name].to(dtype)
         else:
             with init_empty_weights(include_buffers=False):
                 network = make_network(spec, name, SAVED_AS.get((family, name), kind), marks_of(toy.components[name]))

@@ -216,8 +216,8 @@ def batching(reward: str, callers: int, with_litserve: bool) -> list[dict[str, A
     litserve: subprocess.Popen[bytes] | None = None
     if with_litserve:
         app = [sys.executable, str(here / "litserve_app.py"), str(PORTS["litserve"]), reward]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        litserve = subprocess.Popen(app, start_new_session=True, **quiet)
+        quiet = subprocess.DEVNULL
+        litserve = subprocess.Popen(app, start_new_session=True, stdout=quiet, stderr=quiet)
     seen: dict[str, list[float]] = {name: [] for name in names}
     counter = [0]
     try:

@@ -17,7 +17,7 @@ import numpy as np
 from retouch.algorithms.vlm_grpo.responses import Responses, generate_completions
 from retouch.algorithms.vlm_grpo.run import VlmRun
 from retouch.algorithms.vlm_grpo.scoring import CompletionScorer, completion_seeds
-from retouch.algorithms.vlm_grpo.use import open_trained
+from retouch.algorithms.vlm_grpo.use import evaluated_dtype, open_trained
 from retouch.config import RunConfig
 from retouch.config.needs import needed_pictures
 from retouch.data.dataset import Dataset, load_dataset
@@ -47,7 +47,8 @@ def words_decide(config: RunConfig, weights: Path | None, read: Sequence[str]) -
     """
     assert config.evaluation.data is not None
     data = load_dataset(config.evaluation.data, "evaluation.data", needed_pictures(config, training=False))
-    parts = open_trained(config, data, weights, RewardTable({}, config.reward_client), "cpu")
+    rewards = RewardTable({}, config.reward_client)
+    parts = open_trained(config, data, weights, rewards, "cpu", evaluated_dtype(config, [weights]))
     said = spoken(parts, data)
     if parts.tokenizer.batch_decode([list(ids) for ids in said], skip_special_tokens=True) != list(read):
         raise ValueError(f"{weights or 'base'}: its answers are not those of the run's evaluation")

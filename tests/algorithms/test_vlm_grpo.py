@@ -111,6 +111,7 @@ def parts_of(tmp_path: Path, vlm_file: RunFile) -> Any:
         parts = build_run(config, arguments.device, 1, main=True)
         parts.dir.open(None)
         parts.rewards.start()
+        parts.rewards.wait_loaded()  # loading sets the global generators back, from which completions are sampled
         opened.append(parts)
         return parts, arguments
 

@@ -166,9 +166,9 @@ def shrink(path: Path, signs: dict[str, Path], out: Path) -> list[str]:
     rounds = [name for name, entry in published["rewards"].items() if "rounds" in (entry or {})]
     overrides += [f"rewards.{name}.rounds=null" for name in rounds]  # the groups are smaller here
     writes = published["model"]["family"] in WITH_BASE and rollout.get("guidance_scale") != 1
-    if not writes and algorithm["name"] != "sft" and not judged:
+    if not writes and algorithm["name"] not in ("sft", "reward_gradient") and not judged:
         # random weights write nothing, nor does the tiny base without guidance: all readings tie, and no step is taken
-        has_references = published["data"]["format"] != "prompts"
+        has_references = published["data"]["format"] != "prompts" and "_manifest_" not in path.stem
         score = "style: {image_encoder: tiny, gate: 0, detect: false}" if has_references else "jpeg_size: {}"
         overrides += [f"rewards={{{score}}}", "evaluation.on_gold_fall=warn"]
     if any((entry or {}).get("transform") == "rank" for entry in published["rewards"].values()):
