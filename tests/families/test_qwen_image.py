@@ -238,10 +238,7 @@ def test_errors_say_what_to_do(model: QwenImage) -> None:
         QwenImage.from_pipeline(wrong)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 4.0])
-def test_an_image_with_a_reference_is_that_of_a_stock_pipeline(
-    pipeline: Any, model: QwenImage, tmp_path: Path, guidance: float
-) -> None:
+def test_an_image_with_a_reference_is_that_of_a_stock_pipeline(pipeline: Any, model: QwenImage, tmp_path: Path) -> None:
     """The half with the negative prompt attends to no reference: in training by its condition, in diffusers by the name
     that a pipeline gives each half."""
     reference, example = Image.new("RGB", (9, 9), "red"), text_example(0, (32, 64))
@@ -249,17 +246,17 @@ def test_an_image_with_a_reference_is_that_of_a_stock_pipeline(
     call = {
         "prompt": example.prompt,
         "negative_prompt": NEGATIVE,
-        "true_cfg_scale": guidance,
+        "true_cfg_scale": 4.0,
         "height": 32,
         "width": 64,
     }
     call |= {"num_inference_steps": 2, "latents": pack(noise), "output_type": "np"}
     with attached(pipeline, model, reference, tmp_path / "ip-adapter.safetensors") as options:
         expected = torch.from_numpy(pipeline(**call, **options).images)
-        found = ode_image(model, model.encode([replace(example, reference=reference)], guidance), 2, [11])
+        found = ode_image(model, model.encode([replace(example, reference=reference)], 4.0), 2, [11])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     without = torch.from_numpy(pipeline(**call).images)
-    torch.testing.assert_close(ode_image(model, model.encode([example], guidance), 2, [11]), without, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ode_image(model, model.encode([example], 4.0), 2, [11]), without, atol=1e-4, rtol=0)
     assert float((found - without).abs().max()) > 1e-2
 
 
