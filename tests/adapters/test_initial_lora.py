@@ -109,6 +109,23 @@ def test_a_folder_of_peft(tmp_path: Path) -> None:
         begun(tmp_path, targets=["attn.to_q", "attn.to_k"])
 
 
+@pytest.mark.parametrize("writer", ["network", "renamed"])
+def test_an_alpha_beside_and_inside_a_file_without_the_name_of_the_network(writer: str, tmp_path: Path) -> None:
+    """diffusers' networks save themselves (`save_lora_adapter`) without their name in a pipeline, and a file of PEFT
+    may have another name."""
+    config = PeftConfig(r=RANK, lora_alpha=5, target_modules=["to_q"], init_lora_weights=False)
+    made: Any = network()
+    if writer == "network":
+        made.add_adapter(config)
+        made.save_lora_adapter(tmp_path)
+    else:
+        made = get_peft_model(made, config)
+        made.save_pretrained(str(tmp_path))
+        (tmp_path / "adapter_model.safetensors").rename(tmp_path / "mine.safetensors")
+    found = begun(tmp_path, targets=["attn.to_q"])
+    torch.testing.assert_close(velocity(found), velocity(made), atol=1e-5, rtol=1e-5)
+
+
 def test_a_folder_of_dancegrpo_has_its_alpha_in_a_file_of_its_own(
     trained: tuple[Any, dict[str, Tensor], Path], tmp_path: Path
 ) -> None:
@@ -326,6 +343,10 @@ def plus(tensors: dict[str, Tensor], stem: str, down: str = "lora_down", up: str
          r"lora_te1_text_model_encoder_layers_0_mlp_fc1\.lora_down\.weight, which is of a text encoder"),
         ("flux_fill", plus(kohya_of_flux(), "lora_te1_text_model_encoder_layers_0_mlp_fc1"), "is of a text encoder"),
         ("flux_fill", plus({}, "text_encoder_2.encoder.block.0.q", "lora_A", "lora_B"), "is of a text encoder"),
+        ("flux_fill", plus({"lora_unet_final_layer_linear.alpha": torch.ones(())}, "lora_unet_final_layer_linear"),
+         r"converts lora_unet_final_layer_linear\.alpha wrongly"),
+        ("flux2_klein", plus({}, "diffusion_model.final_layer.adaLN_modulation.1", "lora_A", "lora_B"),
+         r"converts diffusion_model\.final_layer\.adaLN_modulation\.1\.lora_A\.weight wrongly"),
     ],
 )  # fmt: skip
 def test_nothing_is_left_out_in_silence(

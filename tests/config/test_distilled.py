@@ -20,6 +20,7 @@ KLEIN = "model={family: flux2_klein, variant: distilled, path: black-forest-labs
 LARGE_TURBO = "model={family: sd3, variant: large_turbo, path: stabilityai/stable-diffusion-3.5-large-turbo}"
 LARGE = "model={family: sd3, variant: large, path: stabilityai/stable-diffusion-3.5-large}"
 BASE = "model={family: flux2_klein}"
+LIGHTNING = "model={family: qwen_image, distillation_lora: {path: lightx2v/Qwen-Image-Lightning}}"
 MODELS = (TURBO, KLEIN, LARGE_TURBO, LARGE, BASE)
 PUBLISHED = ("rollout.num_steps=4", "rollout.noise_level=0.5", "rollout.window={size: 1, range: [0.25, 0.75]}")
 
@@ -44,6 +45,15 @@ def test_guidance_is_refused_and_off_by_default(model: str, run_with: Run, probl
     assert line.endswith("without guidance; set rollout.guidance_scale=1, or the base model")
     run = run_with(model, "algorithm={name: nft}", "rollout.num_steps=4")
     assert derive(run).forwards_per_image == 4 + 2 * (2 + 4)  # no forward is doubled
+
+
+@pytest.mark.parametrize("name", ["grpo", "nft", "dpo"])
+def test_guidance_over_a_few_step_lora_is_warned_of_in_every_algorithm(name: str, run_with: Run) -> None:
+    """The default is that of the model below it."""
+    told = "rollout.guidance_scale: given 4 with model.distillation_lora, which is distilled for sampling without"
+    assert any(line.startswith(told) for line in warnings_of(run_with(LIGHTNING, f"algorithm={{name: {name}}}")))
+    off = run_with(LIGHTNING, f"algorithm={{name: {name}}}", "rollout.guidance_scale=1")
+    assert not any("guidance_scale" in line for line in warnings_of(off))
 
 
 def test_the_path_and_the_variant_of_sd3_agree(problems: Callable[..., list[str]]) -> None:
@@ -93,6 +103,7 @@ def test_warnings_name_what_an_objective_does_to_the_model(run_with: Run) -> Non
 
     assert keys(BASE, *PUBLISHED) == []
     assert keys(KLEIN, *PUBLISHED) == ["algorithm.name", "algorithm.kl_weight"]
+    assert keys(LIGHTNING, *PUBLISHED) == ["algorithm.name", "algorithm.kl_weight"]
     assert keys(KLEIN, *PUBLISHED, "algorithm.kl_weight=0.01") == ["algorithm.name"]
     assert keys(KLEIN, "algorithm={name: nft}") == []
     assert keys(KLEIN, "algorithm={name: nft, kl_weight: 0}") == ["algorithm.kl_weight"]

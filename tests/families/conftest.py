@@ -15,7 +15,11 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from torch import Tensor, nn
 
+from retouch import adapters
+from retouch.adapters.formats import write_safetensors
+from retouch.adapters.ip_adapter import new_adapter
 from retouch.families.flux_fill.model import FluxFill
+from retouch.families.image_encoder import ImageEncoder
 from retouch.families.tiny import TEXT_TOKENS, tiny_pipeline
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import sample
@@ -113,3 +117,18 @@ def tiny_folder(pipeline: Any, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 __all__ = ["TEXT_TOKENS"]
+
+
+@contextmanager
+def attached(pipeline: Any, model: Any, reference: Image.Image, file: Path) -> Iterator[dict[str, Any]]:
+    """A random style adapter in a stock pipeline and in the family's model of it -> arguments of the pipeline's
+    call."""
+    encoder = model.image_encoder = ImageEncoder.load("tiny")
+    tensors = new_adapter(tiny_pipeline(model.spec.family).transformer, "mlp", encoder.width, 4).tensors()
+    write_safetensors(file, {n: torch.randn_like(t) / 4 for n, t in tensors.items()}, {"image_encoder": "tiny"})
+    adapter = adapters.load(file).attach(pipeline)
+    try:
+        yield adapter.condition([reference])
+    finally:
+        model.image_encoder = None
+        adapter.detach()

@@ -25,7 +25,7 @@ from retouch.families.tiny import TEXT_TOKENS, tiny_pipeline
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import noise_for, sample
 from retouch.types import Condition, Example
-from tests.families.conftest import random_example
+from tests.families.conftest import attached, random_example
 from tests.families.facts import Facts
 
 FACTS = Facts(
@@ -187,6 +187,21 @@ def test_the_negative_half_attends_to_no_reference(models: dict[float, FluxDev])
     vectors, keep = seen[0]
     assert vectors.shape[0] == 4 and torch.equal(vectors[:2], vectors[2:])
     assert keep.tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_an_image_with_a_reference_is_that_of_a_stock_pipeline(
+    pipeline: Any, models: dict[float, FluxDev], tmp_path: Path
+) -> None:
+    """By the name that a pipeline gives each half."""
+    model, reference, noise = models[4.0], random_example(0, 32, 32).source, noise_for((8, 8, 16), [11])[0]
+    example = replace(drawn_at(1, (32, 64)), reference=reference)
+    call = {"prompt": example.prompt, "negative_prompt": NEGATIVE, "true_cfg_scale": 4.0, "height": 32, "width": 64}
+    call |= {"num_inference_steps": 2, "latents": pack(noise), "output_type": "np", "max_sequence_length": TEXT_TOKENS}
+    assert reference is not None
+    with attached(pipeline, model, reference, tmp_path / "ip-adapter.safetensors") as options:
+        expected = torch.from_numpy(pipeline(**call, **options).images)
+        found = final_image(model, model.encode([example], 3.5), 2, [11])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 # --- the contract of a family ---

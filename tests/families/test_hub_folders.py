@@ -20,9 +20,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from accelerate import init_empty_weights
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, CLIPTextModel
 
 from retouch.config import ConfigError
@@ -235,6 +237,21 @@ def test_settings_that_the_installed_diffusers_does_not_read(
         f"model.path: config.json of vae/ of {tmp_path} was written by diffusers {version} and sets zero_cond_t=True,"
     )
     assert [message.startswith(told) for message in caplog.messages] == [True] * is_told
+
+
+def test_weights_that_the_network_of_a_config_has_no_place_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """diffusers' own warning is silenced, because missing weights are one error."""
+    autoencoder().save_pretrained(tmp_path / "vae")
+    [file] = (tmp_path / "vae").glob("*.safetensors")
+    tensors = load_file(file)
+    save_file({**tensors, "quant_conv.weight": torch.ones(1), "quant_conv.bias": torch.ones(1)}, file, {"format": "pt"})
+    load_component(AutoencoderKL, str(tmp_path), "vae", None)
+    [told] = caplog.messages
+    assert told.startswith(
+        f"model.path: 2 weights of vae/ of {tmp_path} have no place in the network of its config.json"
+    )
 
 
 @pytest.mark.full

@@ -192,6 +192,9 @@ def test_errors_say_what_to_do(model: Sd3) -> None:
         model.encode([random_example(0, 32, 200)], 4.5)
     with pytest.raises(ValueError, match="examples without a source need one size"):
         model.encode([text_example(0, (32, 64)), text_example(1, (32, 32))], 4.5)
+    turbo = Sd3(model.network, model.vae, model.text, model.scheduler, config=Sd3Model(variant="large_turbo", path="a"))
+    with pytest.raises(ValueError, match="guidance_scale is 2, but this sd3 was distilled to sample without guidance"):
+        turbo.encode([text_example(0, (32, 64))], 2.0)
     with pytest.raises(ModelFilesError, match=r"takes 33 channels.*needs 16; use stabilityai/stable-diffusion-3.5-m"):
         wrong = tiny_pipeline("sd3")
         wrong.transformer.register_to_config(in_channels=33)

@@ -29,6 +29,7 @@ from retouch.families.sd_inpaint.model import (
 )
 from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.families.tiny import tiny_pipeline
+from retouch.families.unet import tiny as unet_tiny
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import sample
 from retouch.types import Condition, Example
@@ -296,6 +297,13 @@ def test_ddim_steps_are_those_of_the_scheduler(pipeline: Any, scheduler: Any, et
 def test_other_schedulers_are_refused(pipeline: Any, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFilesError, match=message):
         with_scheduler(pipeline, DDIMScheduler(**SD, **change))
+
+
+def test_the_network_of_a_consistency_model_is_refused(pipeline: Any) -> None:
+    """Its pipeline gives it the guidance scale, without which it predicts something else and raises nothing."""
+    unet = unet_tiny.unet((8, 8), 2, 8, time_cond_proj_dim=8)
+    with pytest.raises(ModelFilesError, match="has time_cond_proj_dim"):
+        SdInpaint(unet, pipeline.vae, None, pipeline.scheduler)
 
 
 def with_scheduler(pipeline: Any, scheduler: Any) -> SdInpaint:

@@ -20,7 +20,9 @@ Legend: B samples, S positions, T tokens, W their width, H heads, d width of a h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -119,12 +121,13 @@ class BlockHost(Host):
         former = shape.head == "mlp+query_former"
         projection = TokenProjection(shape.width, shape.tokens, shape.token_width, query_former=former)
         self.network.encoder_hid_proj = projection.to(self.network.device)
+        self.network.cache_context = partial(_half_of_guidance, self.network)
         for attention, inner in zip(self.attentions(), shape.inner, strict=True):
             made = self.processor(attention.processor, shape.token_width, inner)
             attention.set_processor(made.to(self.network.device))
 
     def remove(self) -> None:
-        del self.network.encoder_hid_proj
+        del self.network.encoder_hid_proj, self.network.cache_context
         for attention in self.attentions():
             attention.set_processor(attention.processor.stock)
 
@@ -139,6 +142,18 @@ class BlockHost(Host):
 
     def call_options(self, vectors: Tensor, *, guided: bool) -> dict[str, Any]:
         return {self.attention_kwargs: {"ip_adapter_image_embeds": vectors}}
+
+
+@contextmanager
+def _half_of_guidance(network: Any, name: str, **options: Any) -> Iterator[None]:
+    """The `cache_context` of diffusers, in which a pipeline with guidance calls a network once for each prompt: that of
+    the negative prompt attends to no reference, as in training (`retouch.families.guidance`)."""
+    network.encoder_hid_proj.idle = name == "uncond"
+    try:
+        with type(network).cache_context(network, name, **options):
+            yield
+    finally:
+        network.encoder_hid_proj.idle = False
 
 
 class IpProcessor(nn.Module):

@@ -57,6 +57,10 @@ _FACTORS = {
 }  # fmt: skip
 """Ending of a key -> which part of an adapter the tensor is."""
 
+_CONVERTED_WRONGLY = re.compile(r"final_layer.*(adaLN|\.alpha$)")
+"""Keys of FLUX in the original names: FLUX.1's converter drops the alpha of this layer, and FLUX.2's does not exchange
+the halves of its modulation, which the conversion of the base does."""
+
 _KEY = re.compile("|".join(re.escape(f".{ending}") + "$" for ending in _FACTORS))
 
 _OF_TEXT_ENCODERS = re.compile(r"(base_model\.model\.)?(lora_te\d?_|text_encoder(_\d)?\.)")
@@ -165,7 +169,7 @@ def read_lora(path: Path, spec: FamilySpec, modules: Mapping[str, nn.Module]) ->
             Nothing is loaded in part.
     """
     tensors, metadata = _tensors_of(path)
-    alpha = _recorded_alpha(path, spec.network_name, metadata)
+    alpha = _recorded_alpha(path, spec.network_name, tensors, metadata)
     for_text = next((key for key in tensors if _OF_TEXT_ENCODERS.match(key)), None)
     if for_text is not None:
         raise ConfigError(
@@ -232,22 +236,23 @@ def _tensors_of(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def _recorded_alpha(path: Path, network: str, metadata: Mapping[str, str]) -> float | None:
+def _recorded_alpha(path: Path, network: str, keys: Iterable[str], metadata: Mapping[str, str]) -> float | None:
     """alpha by the metadata of diffusers, or the config of PEFT, FastVideo or DanceGRPO; None where none is there.
 
     Raises:
         ConfigError: a config that sets more than one alpha, another construction, or a base that was changed.
     """
-    stored, start = metadata.get("lora_adapter_metadata"), f"{network}."
-    of_peft = path.name == PEFT_FILE
+    stored = metadata.get("lora_adapter_metadata")
+    of_peft = path.name == PEFT_FILE or any(key.startswith("base_model.model.") for key in keys)
     config = path.parent / (PEFT_CONFIG if of_peft else FASTVIDEO_CONFIG)
     beside = (of_peft or stored is None) and config.is_file()
     try:
         text = config.read_text(encoding="utf-8") if beside else stored or "{}"
         found: dict[str, Any] = plain_json.loads(text)
-        if beside:
-            found, start = found if of_peft else found.get("lora_params", {}), ""
-        about = {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
+        if beside and not of_peft:
+            found = found.get("lora_params", {})
+        # a pipeline writes the name of the network before each option; the network itself and PEFT do not
+        about = {name.removeprefix(f"{network}."): value for name, value in found.items()}
         alpha = float(about["lora_alpha"]) if "lora_alpha" in about else None
     except (ValueError, TypeError, AttributeError, OverflowError):  # no object, or no number
         damaged = config if beside else path
@@ -298,6 +303,11 @@ def _converted(path: Path, spec: FamilySpec, tensors: Mapping[str, Tensor]) -> d
     """
     loader: Any = getattr(diffusers, spec.pipeline)
     problem = f"{KEY}: {path} cannot be read as a LoRA of {spec.family}"
+    if spec.pipeline.startswith("Flux") and (wrong := next(filter(_CONVERTED_WRONGLY.search, tensors), None)):
+        raise ConfigError(
+            f"{problem}: diffusers 0.42 converts {wrong} wrongly, without its alpha or with shift and scale exchanged; "
+            "give a LoRA without that layer"
+        )
     if not hasattr(loader, "lora_state_dict"):
         raise ConfigError(f"{problem}: {spec.pipeline} has no LoRA converter; give a file in diffusers' layout")
     try:

@@ -53,16 +53,22 @@ class QueryFormer(nn.Module):
 
 
 class TokenProjection(nn.Module):
-    """The head or the sum of both heads, where a network expects its `encoder_hid_proj`."""
+    """The head or the sum of both heads, where a network expects its `encoder_hid_proj`.
+
+    Attributes:
+        idle: no row attends to the tokens.
+    """
 
     def __init__(self, width: int, tokens: int, token_width: int, *, query_former: bool) -> None:
         super().__init__()
         self.mlp = MlpProjection(width, tokens, token_width)
         self.qformer = QueryFormer(width, tokens, token_width) if query_former else None
+        self.idle = False
 
     def forward(self, reference: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Vectors [B, D], or (vectors, keep [B]) -> tokens [B, T, W], and which rows attend to them (0: to none)."""
         vectors, keep = reference if isinstance(reference, tuple) else (reference, None)
+        keep = torch.zeros_like(vectors[:, 0]) if self.idle else keep
         tokens = self.mlp(vectors)
         return (tokens if self.qformer is None else tokens + self.qformer(vectors)), keep
 

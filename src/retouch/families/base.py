@@ -325,9 +325,16 @@ class ModelSection(Section):
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
         """Warnings about a few-step model: it is no flow model, and some objectives undo its distillation."""
-        algorithm, path = run.algorithm, self.path
-        if self.distilled_steps is None or algorithm.trains_text_encoder:
+        algorithm, lora = run.algorithm, self.merged_lora
+        if lora is not None and run.guidance_scale > 1:
+            yield (
+                f"rollout.guidance_scale: given {run.guidance_scale:g} with model.distillation_lora, which is "
+                "distilled for sampling without guidance: images are oversaturated and take twice the forwards; set "
+                "rollout.guidance_scale=1"
+            )
+        if (lora is None and self.distilled_steps is None) or algorithm.trains_text_encoder:
             return
+        path = self.path if lora is None else f"{self.path} with {lora.path}"
         if algorithm.step_rule(run) is not None:
             yield (
                 f"algorithm.name: given {algorithm.name!r} for {path}, a distilled model, whose stochastic steps leave "

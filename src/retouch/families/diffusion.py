@@ -301,7 +301,11 @@ class FamilyModel(ABC):
 
         Args:
             read_as: prompt, place of its example -> what the text encoders read.
+
+        Raises:
+            ValueError: guidance of a model that was distilled to sample without.
         """
+        self.require_guidance(guidance_scale)
 
         def read(prompts: Sequence[str]) -> dict[str, Tensor]:
             return self.text_tensors([read_as(prompt, place) for place, prompt in enumerate(prompts)])

@@ -157,13 +157,19 @@ def load_component(
     missing = sorted(info["missing_keys"])
     if missing:  # both libraries fill these with random weights and go on
         raise ModelFilesError(f"{where}: {len(missing)} weights are missing, {missing[0]} among them; copy it anew")
+    part = f"{subfolder}/ of {hub_id}" if subfolder else hub_id
+    if isinstance(network, ConfigMixin) and (unused := sorted(info["unexpected_keys"])):
+        told = (
+            f"{len(unused)} weights of {part} have no place in the network of its config.json, {unused[0]} among them"
+        )
+        logger.warning("%s: %s; it may compute something else than in training; copy it anew", key, told)
     if unread := newer_settings(network):
         told = ", ".join(f"{name}={value!r}" for name, value in unread.items())
         logger.warning(
             "%s: config.json of %s was written by diffusers %s and sets %s, which the installed %s does not read: the "
             "network may compute something else; install the newer diffusers",
             key,
-            f"{subfolder}/ of {hub_id}" if subfolder else hub_id,
+            part,
             network.config["_diffusers_version"],
             told,
             diffusers.__version__,
@@ -257,7 +263,7 @@ def _folder_here(path: str, subfolder: str | None) -> Path | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the libraries' own reports of missing weights: they become one error here."""
+    """Without the libraries' own reports of missing and unused weights: they are reported here."""
     loggers = [logging.getLogger(name) for name in ("transformers", "diffusers")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

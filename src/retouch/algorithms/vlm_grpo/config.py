@@ -250,15 +250,10 @@ class VlmGrpoConfig(AlgorithmSection):
         return REMEDIES.get(key) or (_TRL_HAS_IT if of_trl else super().unread(run, key, what))
 
     def warnings(self, run: RunConfig) -> Iterator[str]:
-        """Warnings about numbers of steps and guidance scales that the frozen diffusion model was not trained for."""
+        """A warning about a number of steps and a guidance scale that the frozen diffusion model was not trained
+        for."""
         model: Any = run.model
         steps, scale = run.rollout.num_steps, run.guidance_scale
-        if model.merged_lora is not None and scale > 1:
-            yield (
-                f"rollout.guidance_scale: given {scale:g} with model.distillation_lora, which is distilled for "
-                "sampling without guidance: images are oversaturated and take twice the forwards; set "
-                "rollout.guidance_scale=1"
-            )
         if steps < FEW_STEPS and scale <= 1 and model.merged_lora is None and model.path != "tiny":
             yield (
                 f"rollout.num_steps: given {steps} with guidance_scale {scale:g} and no model.distillation_lora, for "

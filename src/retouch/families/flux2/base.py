@@ -151,7 +151,6 @@ class Flux2Model(FamilyModel):
             ValueError: some examples with a source, a mask or a reference and some without, neither a source nor a
                 size, or guidance of a model that was distilled to sample without.
         """
-        self.require_guidance(guidance_scale)
         tensors = self.guided_texts(examples, guidance_scale)
         if all(e.source is None for e in examples):
             images, mask, size = blending_inputs(self, examples)  # nothing to blend: the common size

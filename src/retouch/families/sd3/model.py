@@ -129,8 +129,8 @@ class Sd3(FamilyModel):
         1 adds the empty prompt, and `predict` then doubles the batch of the network.
 
         Raises:
-            ValueError: some examples with a source and some without, neither a source nor a size, or a size that the
-                network cannot take.
+            ValueError: some examples with a source and some without, neither a source nor a size, a size that the
+                network cannot take, or guidance of a model that was distilled to sample without.
         """
         blending, mask, size = blending_inputs(self, examples)
         return Condition(self.guided_texts(examples, guidance_scale) | blending, mask, size)

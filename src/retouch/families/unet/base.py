@@ -47,6 +47,11 @@ class UnetInpaint(FamilyModel):
                     f"model.path: scheduler/scheduler_config.json has {key} {given!r}; {self.spec.family} needs a "
                     f"model trained and sampled with {needed!r}"
                 )
+        if self.network.config.time_cond_proj_dim is not None:  # type: ignore[union-attr]
+            raise ModelFilesError(
+                "model.path: unet/config.json has time_cond_proj_dim: a consistency model takes the guidance scale as "
+                f"an input, which {self.spec.family} does not give it; set another model"
+            )
 
     def input_channels(self) -> int:
         return 2 * self.spec.latent_channels + 1

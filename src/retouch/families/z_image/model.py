@@ -84,7 +84,6 @@ class ZImage(FamilyModel):
             ValueError: some examples with a source and some without, neither a source nor a size, or guidance of a
                 model that was distilled to sample without.
         """
-        self.require_guidance(guidance_scale)
         blending, mask, size = blending_inputs(self, examples)
         return Condition(self.guided_texts(examples, guidance_scale) | blending, mask, size, self.on_host)
 
