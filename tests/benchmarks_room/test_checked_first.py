@@ -23,8 +23,10 @@ from retouch.config import RunConfig
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.data.formats.manifest import ManifestData
-from retouch.data.identity import trained_on
+from retouch.data.identity import content_of, trained_on
+from retouch.data.tables import Table, image_of
 from retouch.errors import ConfigError
+from retouch.imaging.reading import PackedImage
 from retouch.rewards import scorers
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.weights import version_of
@@ -241,6 +243,25 @@ def test_prompts_are_compared_as_data_split_compares_them(prompt: str) -> None:
     training = Dataset(section, [ItemFiles(0, "a sign that says x")])
     evaluation = Dataset(section, [ItemFiles(0, prompt), ItemFiles(1, "another sign")])
     assert [item.id for item in trained_on(evaluation, training)] == [0]
+
+
+def test_an_image_in_a_table_is_the_same_as_its_file(tmp_path: Path) -> None:
+    """A run that trained on files that were taken out of a benchmark's table has seen the benchmark."""
+    for name, colour in (("a", "red"), ("b", "blue"), ("c", "green")):
+        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
+    rows = [{"image": {"bytes": (tmp_path / name).read_bytes()}} for name in ("c.png", "a.png")]
+    table = Table("test_real", len(rows), rows.__getitem__)
+    images = [image_of(table, number, row) for number, row in enumerate(rows)]
+    packed = Dataset(ManifestData(path="x"), [ItemFiles(n, "edit it", image) for n, image in enumerate(images)])
+    files = Dataset(packed.config, [ItemFiles(n, "edit it", tmp_path / f"{name}.png") for n, name in enumerate("ab")])
+    assert [item.id for item in trained_on(packed, files)] == [1]
+    assert [item.id for item in trained_on(files, packed)] == [0]
+    assert len(trained_on(packed, packed)) == 2
+    # votes on copies of the image, which name it by its bytes, and in earlier versions by the digest of the table
+    assert isinstance(images[1], PackedImage)
+    for original in (content_of(tmp_path / "a.png"), images[1].digest):
+        voted = Dataset(packed.config, [ItemFiles(0, "edit it", tmp_path / "b.png", original=original)])
+        assert [item.id for item in trained_on(packed, voted)] == [1]
 
 
 # --- settings of several weights ---
