@@ -26,7 +26,9 @@ from retouch.data.formats.manifest import ManifestData
 from retouch.data.identity import content_of, trained_on
 from retouch.data.tables import Table, image_of
 from retouch.errors import ConfigError
+from retouch.imaging.png import write_png
 from retouch.imaging.reading import PackedImage
+from retouch.observe.distances import interval, kid
 from retouch.rewards import scorers
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.weights import version_of
@@ -41,7 +43,7 @@ from retouch_bench.scorers import anytext
 from tests.benchmarks_room.cases import write_brushbench
 from tests.command_line import retouch
 from tests.conftest import small_run
-from tests.data.protocols import write_complex_edit
+from tests.data.protocols import edit_picture, write_complex_edit
 from tests.tiny_models import tiny_clip
 
 
@@ -160,6 +162,31 @@ def test_an_extractor_is_tried_where_it_will_run_and_does_not_stay(
     check_distances(given, outputs_of(given, load_dataset(given.data(), "--path", frozenset()).items))
     [(device, extract)] = made
     assert device == "cuda:3" and seen == [1] and extract() is None
+
+
+def test_an_image_that_items_share_is_one_real_image_and_one_example_of_the_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Repeated, a real image is near itself, which KID counts as a difference of the sets."""
+
+    def extract(images: Iterable[Any]) -> Any:
+        return np.array([image.mean((0, 1)) / 64 for image in images])
+
+    entry = {"measure": "kid", "path": "some/where", "draws": 20}
+    given = benchmark(
+        "complex_edit", write_complex_edit(tmp_path / "data", real=9), complexity="1,4,8", distances={"d": entry}
+    )
+    outputs = outputs_of(given, load_dataset(given.data(), "--path", frozenset()).items)
+    noise = np.random.default_rng(0).integers(0, 256, (len(outputs), 4, 4, 3), np.uint8)
+    for output, pixels in zip(outputs, noise, strict=True):
+        write_png(Image.fromarray(pixels), tmp_path / "out" / output.file)
+    monkeypatch.setattr(benchmark_distances, "_extractor", lambda *_: (extract, "stub"))
+    places = {"out": tmp_path / "out"}
+    told = benchmark_distances.distances_of(given, outputs, places, lambda _: iter(noise))["out"]["d"]
+    made, real = extract(noise), extract(np.asarray(edit_picture(number)) for number in range(9))
+    assert (told["images"], told["real_images"]) == (27, 9)
+    assert told["value"] == pytest.approx(kid(made, real))
+    assert told["interval"] == pytest.approx(interval(kid, made, real, 20, np.repeat(range(9), 3).tolist(), range(9)))
 
 
 # --- items ---

@@ -127,7 +127,7 @@ class DistanceEntry(Section):
     path: Text
     """Hub id or folder of the encoder, or the TorchScript file."""
     real: Text = "source"
-    """Real images: "source" or "target" of the items, or a folder."""
+    """Real images: "source" or "target" of the items, one that items share once; or a folder."""
     draws: Annotated[int, Field(ge=0)] = 100
     """Bootstrap samples of the interval; 0 gives none. A sample of FID with 2,048 features takes seconds."""
 

@@ -25,8 +25,8 @@ from retouch.rewards.devices import own_device
 
 logger = logging.getLogger(__name__)
 
-Images = Mapping[int, Path | PackedImage]
-"""Position of the item of each real image, below 0 of one without an item -> the image."""
+Images = Mapping[Path | PackedImage, int]
+"""Real image -> the example that it belongs to, below 0 of one without an item."""
 
 Extract = Callable[[Iterable[Pixels]], Features]
 
@@ -50,7 +50,7 @@ def check_distances(benchmark: Benchmark, outputs: Sequence[Output]) -> None:
         if entry.extractor == "encoder" and looks_local(entry.path) and not expanded(entry.path).is_dir():
             raise ConfigError(f"{where}.path: given {entry.path!r}; no such folder")
         if not _has_features(entry, where, real):
-            first = next(iter(real.values()))
+            first = next(iter(real))
             raise ConfigError(f"{where}.real: given {entry.real!r}, whose images cannot be read, {first} the first")
 
 
@@ -63,7 +63,7 @@ def _has_features(entry: DistanceEntry, where: str, real: Images) -> bool:
     from retouch.use.loaded import free_memory
 
     extract, _ = _extractor(entry, where, own_device())
-    readable = (image for image in map(_read, real.values()) if image is not None)
+    readable = (image for image in map(_read, real) if image is not None)
     found = extract(islice(readable, 1))
     del extract
     free_memory()  # else sampling and the scorers could not have it
@@ -85,14 +85,15 @@ def distances_of(
         ConfigError: no such extractor, or fewer than two real images.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in places}
+    example_of = _examples(outputs)
     for name, entry in benchmark.distances.items():
         where = f"distances.{name}"
         extract, extractor = _extractor(entry, where, own_device())
         real_images = _real(entry, outputs, where)
-        real, of_real = _of_readable(extract, map(_read, real_images.values()), real_images)
+        real, of_real = _of_readable(extract, map(_read, real_images), real_images.values())
         for column, folder in places.items():
             there = [(output, path) for output in outputs if (path := find_file(folder, output.file)) is not None]
-            features, examples = _of_readable(extract, scored(there), [output.position for output, _ in there])
+            features, examples = _of_readable(extract, scored(there), [example_of[one.position] for one, _ in there])
             if min(len(features), len(real)) < 2:
                 raise ConfigError(
                     f"{where}: {column} has {count_of(len(features), 'image')} and real has {len(real)}; give 2 or more"
@@ -117,14 +118,21 @@ def distances_of(
 def _real(entry: DistanceEntry, outputs: Sequence[Output], where: str) -> Images:
     """The real images: a folder, or the sources or targets of the items, each once."""
     if entry.real in ("source", "target"):
-        items = {output.position: output.item for output in outputs}
-        images = {position: getattr(item, f"{entry.real}_path") for position, item in items.items()}
-        return {position: image for position, image in images.items() if image is not None}
+        example_of = _examples(outputs)
+        images = {getattr(o.item, f"{entry.real}_path"): example_of[o.position] for o in outputs}
+        return {image: example for image, example in images.items() if image is not None}
     folder = expanded(entry.real)
     if not folder.is_dir():
         raise ConfigError(f"{where}.real: given {entry.real!r}; expected source, target, or a folder of images")
     files = sorted(path for path in files_below(folder) if path.suffix.lower() in SUFFIXES)
-    return {-1 - number: path for number, path in enumerate(files)}
+    return {path: -1 - number for number, path in enumerate(files)}
+
+
+def _examples(outputs: Sequence[Output]) -> dict[int, int]:
+    """Position of an item -> the first position of one with its source: outputs from one image are not independent."""
+    first = dict[Path | PackedImage, int]()
+    items = {output.position: output.item.source_path for output in outputs}
+    return {at: at if source is None else first.setdefault(source, at) for at, source in items.items()}
 
 
 def _of_readable(
