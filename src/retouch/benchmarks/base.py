@@ -60,7 +60,8 @@ class ImageRow:
     """One output, as it was scored.
 
     Attributes:
-        key: official key of its item; the unit of paired intervals.
+        key: official key of its item, or of the first item with its source: edits of one image are not independent,
+            and together a unit of intervals.
         index: number of the image, from 0, among those of its item.
         outcomes: of every reward of the benchmark, by name.
         file: official name of the output.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,8 +25,8 @@ from retouch.rewards.devices import own_device
 
 logger = logging.getLogger(__name__)
 
-Images = Mapping[Path | PackedImage, int]
-"""Real image -> the example that it belongs to, below 0 of one without an item."""
+Images = Mapping[Path | PackedImage, Hashable]
+"""Real image -> the key of its item, or the image itself if it belongs to none."""
 
 Extract = Callable[[Iterable[Pixels]], Features]
 
@@ -85,7 +85,6 @@ def distances_of(
         ConfigError: no such extractor, or fewer than two real images.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in places}
-    example_of = _examples(outputs)
     for name, entry in benchmark.distances.items():
         where = f"distances.{name}"
         extract, extractor = _extractor(entry, where, own_device())
@@ -93,7 +92,7 @@ def distances_of(
         real, of_real = _of_readable(extract, map(_read, real_images), real_images.values())
         for column, folder in places.items():
             there = [(output, path) for output in outputs if (path := find_file(folder, output.file)) is not None]
-            features, examples = _of_readable(extract, scored(there), [example_of[one.position] for one, _ in there])
+            features, examples = _of_readable(extract, scored(there), [output.key for output, _ in there])
             if min(len(features), len(real)) < 2:
                 raise ConfigError(
                     f"{where}: {column} has {count_of(len(features), 'image')} and real has {len(real)}; give 2 or more"
@@ -118,28 +117,19 @@ def distances_of(
 def _real(entry: DistanceEntry, outputs: Sequence[Output], where: str) -> Images:
     """The real images: a folder, or the sources or targets of the items, each once."""
     if entry.real in ("source", "target"):
-        example_of = _examples(outputs)
-        images = {getattr(o.item, f"{entry.real}_path"): example_of[o.position] for o in outputs}
-        return {image: example for image, example in images.items() if image is not None}
+        images = {getattr(output.item, f"{entry.real}_path"): output.key for output in outputs}
+        return {image: key for image, key in images.items() if image is not None}
     folder = expanded(entry.real)
     if not folder.is_dir():
         raise ConfigError(f"{where}.real: given {entry.real!r}; expected source, target, or a folder of images")
-    files = sorted(path for path in files_below(folder) if path.suffix.lower() in SUFFIXES)
-    return {path: -1 - number for number, path in enumerate(files)}
-
-
-def _examples(outputs: Sequence[Output]) -> dict[int, int]:
-    """Position of an item -> the first position of one with its source: outputs from one image are not independent."""
-    first = dict[Path | PackedImage, int]()
-    items = {output.position: output.item.source_path for output in outputs}
-    return {at: at if source is None else first.setdefault(source, at) for at, source in items.items()}
+    return {path: path for path in sorted(files_below(folder)) if path.suffix.lower() in SUFFIXES}
 
 
 def _of_readable(
-    extract: Extract, images: Iterable[Pixels | None], examples: Iterable[int]
-) -> tuple[Features, list[int]]:
+    extract: Extract, images: Iterable[Pixels | None], examples: Iterable[Hashable]
+) -> tuple[Features, list[Hashable]]:
     """The features of the images that can be read, and the example of each."""
-    kept = list[int]()
+    kept = list[Hashable]()
 
     def readable() -> Iterator[Pixels]:
         for image, example in zip(images, examples, strict=True):
