@@ -64,6 +64,9 @@ class TextEdit(Benchmark):
         )
     )  # fmt: skip
 
+    def official_items(self) -> int:
+        return {"fullset": 2148, "miniset": 500}[self.part]
+
     @classmethod
     def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         named = options.get("rewards")
