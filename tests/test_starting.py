@@ -317,6 +317,8 @@ def test_the_folder_of_a_role_may_hold_others(photos: Path, tmp_path: Path) -> N
         ("p_source_image.png", "p_source_mask.png", "p_source_caption.txt"),
         ("a_img_original.png", "a_img_mask.png", "a_img_prompt.txt"),
         ("masks/1_image.png", "masks/1_mask.png", "masks/1.txt"),
+        ("images/1_image.png", "masks/1_image.png", "images/1_image.txt"),
+        ("originals/1_image.png", "masks/1_image.png", "captions/1_image.txt"),
     ],
 )
 def test_the_ending_of_an_image_may_stand_on_its_mask(
