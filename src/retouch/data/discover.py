@@ -206,7 +206,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _place(file: Path, top: Path) -> tuple[Path, str, str, str | None]:
     """The folder and the name that the files of one example share, and the role of this file; and the role of its
-    folder, where its name says that it is an image: masks/1_image.png is a mask beside images/1_image.png, and an image
+    folder, where its name is that of an image: masks/1_image.png is a mask beside images/1_image.png, and an image
     beside masks/1_mask.png.
 
     Args:
