@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
-from PIL import Image
-
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, means
 from retouch.data.base import DataSection
 from retouch_bench.formats.textedit import TextEditData
@@ -75,10 +73,6 @@ class TextEdit(Benchmark):
 
     def data(self) -> DataSection:
         return self.sized(TextEditData(path=self.path, part=self.part, image_root=self.image_root, fit="stretch"))
-
-    def prepared(self, image: Image.Image, source: Image.Image | None, mask: Image.Image | None) -> Image.Image:
-        """The output as it is: the scorer brings it to the size of the source, as published."""
-        return image
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Means over images of each group. `judge` is the weighted mean of the judge's five shares, each also by its
