@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import json
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -262,6 +263,21 @@ def test_data_of_the_training_that_are_elsewhere_are_named(
     assert "--path: it is unknown whether t trained on these examples: data.path has no images on this machine" in (
         caplog.text
     )
+
+
+def test_images_of_the_training_that_were_deleted_since_are_named(
+    signs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Examples that are copies of these would count as held out, without a word."""
+    (tmp_path / "l.json").write_text(json.dumps([{"prompt": "a", "image": f"{n}.png"} for n in range(3)]))
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
+    run = RunConfig.model_validate(small_run(signs, tmp_path))
+    data = load_dataset(benchmark("calligrapher_self", signs / "held_out").data(), "--path", frozenset())
+    for most, warned in ((2, False), (1, True)):
+        section = ManifestData(path=str(tmp_path / "l.json"), max_bad_items=most)
+        caplog.clear()
+        assert seen_in_training(run.model_copy(update={"data": section, "warmup_data": None}), data, "--path") == []
+        assert ("data.path has no images of 2 of 3 items on this machine" in caplog.text) is warned
 
 
 @pytest.mark.parametrize("prompt", ["a  sign\u00a0that says X ", "A SIGN THAT SAYS X", "\uff21 sign that says x"])
