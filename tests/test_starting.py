@@ -70,6 +70,15 @@ def test_descriptions_get_rewards_that_fit_them(photos: Path, tmp_path: Path, fa
     assert len((tmp_path / "run.yaml").read_text(encoding="utf-8").split("#")) > 15
 
 
+def test_lists_of_an_earlier_start_are_not_passed_over(photos: Path, tmp_path: Path) -> None:
+    """The new run had no held-out examples, because the list that would name them was there."""
+    started(tmp_path, photos, "--family", "flux_fill")
+    for name in ("run.yaml", "run_data.json", "run_data_train.json"):
+        (tmp_path / name).unlink()
+    outcome = retouch("init", photos, "--out", tmp_path / "run.yaml")
+    assert outcome.code == 2 and f"--out: {tmp_path / 'run_data_held_out.json'} exists; set --out" in outcome.err
+
+
 @pytest.mark.parametrize("algorithm", default(["sft", "grpo", "dpo"], "grpo".__eq__))
 def test_it_trains(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
     monkeypatch.chdir(tmp_path)
@@ -317,6 +326,8 @@ def test_the_folder_of_a_role_may_hold_others(photos: Path, tmp_path: Path) -> N
         ("p_source_image.png", "p_source_mask.png", "p_source_caption.txt"),
         ("a_img_original.png", "a_img_mask.png", "a_img_prompt.txt"),
         ("masks/1_image.png", "masks/1_mask.png", "masks/1.txt"),
+        ("images/1_image.png", "masks/1_image.png", "images/1_image.txt"),
+        ("originals/1_image.png", "masks/1_image.png", "captions/1_image.txt"),
     ],
 )
 def test_the_ending_of_an_image_may_stand_on_its_mask(

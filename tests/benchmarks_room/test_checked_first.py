@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import json
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,8 +24,12 @@ from retouch.config import RunConfig
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.data.formats.manifest import ManifestData
-from retouch.data.identity import trained_on
+from retouch.data.identity import content_of, trained_on
+from retouch.data.tables import Table, image_of
 from retouch.errors import ConfigError
+from retouch.imaging.png import write_png
+from retouch.imaging.reading import PackedImage
+from retouch.observe.distances import interval, kid
 from retouch.rewards import scorers
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.weights import version_of
@@ -39,7 +44,7 @@ from retouch_bench.scorers import anytext
 from tests.benchmarks_room.cases import write_brushbench
 from tests.command_line import retouch
 from tests.conftest import small_run
-from tests.data.protocols import write_complex_edit
+from tests.data.protocols import edit_picture, write_complex_edit
 from tests.tiny_models import tiny_clip
 
 
@@ -160,6 +165,31 @@ def test_an_extractor_is_tried_where_it_will_run_and_does_not_stay(
     assert device == "cuda:3" and seen == [1] and extract() is None
 
 
+def test_an_image_that_items_share_is_one_real_image_and_one_example_of_the_interval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Repeated, a real image is near itself, which KID counts as a difference of the sets."""
+
+    def extract(images: Iterable[Any]) -> Any:
+        return np.array([image.mean((0, 1)) / 64 for image in images])
+
+    entry = {"measure": "kid", "path": "some/where", "draws": 20}
+    given = benchmark(
+        "complex_edit", write_complex_edit(tmp_path / "data", real=9), complexity="1,4,8", distances={"d": entry}
+    )
+    outputs = outputs_of(given, load_dataset(given.data(), "--path", frozenset()).items)
+    noise = np.random.default_rng(0).integers(0, 256, (len(outputs), 4, 4, 3), np.uint8)
+    for output, pixels in zip(outputs, noise, strict=True):
+        write_png(Image.fromarray(pixels), tmp_path / "out" / output.file)
+    monkeypatch.setattr(benchmark_distances, "_extractor", lambda *_: (extract, "stub"))
+    places = {"out": tmp_path / "out"}
+    told = benchmark_distances.distances_of(given, outputs, places, lambda _: iter(noise))["out"]["d"]
+    made, real = extract(noise), extract(np.asarray(edit_picture(number)) for number in range(9))
+    assert (told["images"], told["real_images"]) == (27, 9)
+    assert told["value"] == pytest.approx(kid(made, real))
+    assert told["interval"] == pytest.approx(interval(kid, made, real, 20, np.repeat(range(9), 3).tolist(), range(9)))
+
+
 # --- items ---
 
 
@@ -235,12 +265,46 @@ def test_data_of_the_training_that_are_elsewhere_are_named(
     )
 
 
+def test_images_of_the_training_that_were_deleted_since_are_named(
+    signs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Examples that are copies of these would count as held out, without a word."""
+    (tmp_path / "l.json").write_text(json.dumps([{"prompt": "a", "image": f"{n}.png"} for n in range(3)]))
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
+    run = RunConfig.model_validate(small_run(signs, tmp_path))
+    data = load_dataset(benchmark("calligrapher_self", signs / "held_out").data(), "--path", frozenset())
+    for most, warned in ((2, False), (1, True)):
+        section = ManifestData(path=str(tmp_path / "l.json"), max_bad_items=most)
+        caplog.clear()
+        assert seen_in_training(run.model_copy(update={"data": section, "warmup_data": None}), data, "--path") == []
+        assert ("data.path has no images of 2 of 3 items on this machine" in caplog.text) is warned
+
+
 @pytest.mark.parametrize("prompt", ["a  sign\u00a0that says X ", "A SIGN THAT SAYS X", "\uff21 sign that says x"])
 def test_prompts_are_compared_as_data_split_compares_them(prompt: str) -> None:
     section = ManifestData(path="x")
     training = Dataset(section, [ItemFiles(0, "a sign that says x")])
     evaluation = Dataset(section, [ItemFiles(0, prompt), ItemFiles(1, "another sign")])
     assert [item.id for item in trained_on(evaluation, training)] == [0]
+
+
+def test_an_image_in_a_table_is_the_same_as_its_file(tmp_path: Path) -> None:
+    """A run that trained on files that were taken out of a benchmark's table has seen the benchmark."""
+    for name, colour in (("a", "red"), ("b", "blue"), ("c", "green")):
+        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
+    rows = [{"image": {"bytes": (tmp_path / name).read_bytes()}} for name in ("c.png", "a.png")]
+    table = Table("test_real", len(rows), rows.__getitem__)
+    images = [image_of(table, number, row) for number, row in enumerate(rows)]
+    packed = Dataset(ManifestData(path="x"), [ItemFiles(n, "edit it", image) for n, image in enumerate(images)])
+    files = Dataset(packed.config, [ItemFiles(n, "edit it", tmp_path / f"{name}.png") for n, name in enumerate("ab")])
+    assert [item.id for item in trained_on(packed, files)] == [1]
+    assert [item.id for item in trained_on(files, packed)] == [0]
+    assert len(trained_on(packed, packed)) == 2
+    # votes on copies of the image, which name it by its bytes, and in earlier versions by the digest of the table
+    assert isinstance(images[1], PackedImage)
+    for original in (content_of(tmp_path / "a.png"), images[1].digest):
+        voted = Dataset(packed.config, [ItemFiles(0, "edit it", tmp_path / "b.png", original=original)])
+        assert [item.id for item in trained_on(packed, voted)] == [1]
 
 
 # --- settings of several weights ---

@@ -16,9 +16,10 @@ import yaml
 
 from retouch.benchmarks import BENCHMARKS
 from retouch.benchmarks.base import Benchmark, ImageRow
-from retouch.benchmarks.outputs import Shard
+from retouch.benchmarks.outputs import Shard, outputs_of
 from retouch.benchmarks.result import ResultColumn, result_of
 from retouch.config import RunConfig
+from retouch.data.base import ItemFiles
 from retouch.errors import ConfigError
 from retouch.files.disk import write_whole
 from retouch.types import Failure, Outcome, Score
@@ -53,6 +54,21 @@ def read(values: Sequence[float | None], style: float = 0.5) -> list[ImageRow]:
         ImageRow(str(n), 0, {}, {"ocr": outcome(value), "style": Score(style)}, f"{n}.png")
         for n, value in enumerate(values)
     ]
+
+
+@pytest.mark.parametrize("name", ["imgedit", "complex_edit", "calligrapher_cross"])
+def test_edits_of_one_image_are_one_unit_of_intervals(name: str) -> None:
+    """ImgEdit has 737 edits of 171 images, Complex-Edit up to 8 of each. Their outputs keep their own names."""
+    about = {"image_type": "real", "image": "real/0", "reference_item": 2, "item": 1}
+    sources = (Path("a.png"), Path("b.png"), Path("a.png"), None, None)
+    items = [
+        ItemFiles(n, "edit it", source, metadata=about | {"key": f"k{n}", "complexity": n})
+        for n, source in enumerate(sources)
+    ]
+    rewards = {"rewards": {name: None}} if name != "calligrapher_cross" else {}  # no judge is asked here
+    found = outputs_of(benchmark(name, images_per_item=1, **rewards), items)
+    assert [output.key for output in found] == ["k0", "k1", "k0", "k3", "k4"]
+    assert len({output.file for output in found}) == 5
 
 
 def test_a_difference_is_of_images_that_were_scored_in_both() -> None:

@@ -346,6 +346,11 @@ def test_keys_of_own_rewards_that_compare(name: str, rewards: dict[str, Any], de
         ("complex_edit", {}, 531),
         ("complex_edit", {"complexity": "1-8", "image_type": "all"}, 8 * 1062),
         ("geneval", {}, 553),
+        ("textedit", {}, 2148),
+        ("textedit", {"part": "miniset"}, 500),
+        ("cvtg", {}, 2000),
+        ("cvtg", {"part": "CVTG-Style"}, 998),
+        ("ocr_prompts", {}, 1018),
         ("editbench", {}, None),
     ],
 )

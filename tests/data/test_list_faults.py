@@ -111,6 +111,14 @@ def test_a_key_twice_in_one_object(folder: Path) -> None:
         ("l.json", '[{"prompt": "a", "Mask_Path ": "m.png"}]', "'Mask_Path ' is not read; rename it to 'mask_path'"),
         ("l.json", '[{"image": "a.png", "prompt": "a", "target": "m.png"}]', "rename it to 'target_path'"),
         ("l.csv", "source,prompt\na.png,a\n", "the key 'source' is not read; rename it to 'image_path'"),
+        ("l.csv", "original_image,target_path,prompt\na.png,m.png,a\n", "'original_image' is not read; rename it"),
+        (
+            "l.csv",
+            "image,edit_image,prompt\nm.png,a.png,a\n",
+            "'edit_image' is not read; rename it to 'image_path', and 'image', if it is the result of the edit, to 'ta",
+        ),
+        ("l.json", '[{"image_path": "m.png", "control_path": "a.png", "prompt": "a"}]', "and 'image_path', if it is"),
+        ("l.json", '[{"image": "m.png", "edit_image": ["a.png"], "prompt": "a"}]', "'edit_image' is not read; rename"),
         ("l.json", '[{"image": "a.png", "prompt": "a", "mask_image": "m.png"}]', "'mask_image' is not read; rename it"),
     ],
 )
@@ -144,7 +152,7 @@ def test_another_key_beside_the_one_that_counts_is_metadata(folder: Path) -> Non
 def test_a_value_that_names_no_file_is_metadata(folder: Path) -> None:
     """`Mask` and `Image` may be columns of another program; a list with its whole items was refused for them."""
     other = [{"Mask": "none"}, {"Image": "web", "MASK": 1}, {"Target_Path": "nowhere.png", "Image": "x" * 5000}]
-    other += [{"source": "web"}, {"target": "nowhere.png"}]
+    other += [{"source": "web"}, {"target": "nowhere.png"}, {"control_path": "none"}, {"edit_image": []}]
     (folder / "l.json").write_text(json.dumps([{"prompt": "a", **more} for more in other]))
     items = [item for item in ManifestData(path=str(folder / "l.json")).items() if isinstance(item, ItemFiles)]
     assert [item.metadata for item in items] == other

@@ -60,7 +60,8 @@ class ImageRow:
     """One output, as it was scored.
 
     Attributes:
-        key: official key of its item; the unit of paired intervals.
+        key: official key of its item, or of the first item with its source: edits of one image are not independent,
+            and together a unit of intervals.
         index: number of the image, from 0, among those of its item.
         outcomes: of every reward of the benchmark, by name.
         file: official name of the output.
@@ -127,7 +128,7 @@ class DistanceEntry(Section):
     path: Text
     """Hub id or folder of the encoder, or the TorchScript file."""
     real: Text = "source"
-    """Real images: "source" or "target" of the items, or a folder."""
+    """Real images: "source" or "target" of the items, one that items share once; or a folder."""
     draws: Annotated[int, Field(ge=0)] = 100
     """Bootstrap samples of the interval; 0 gives none. A sample of FID with 2,048 features takes seconds."""
 

@@ -13,6 +13,7 @@ from retouch.data.base import ItemFiles
 from retouch.data.buckets import batches_of_one_shape
 from retouch.data.identity import item_key
 from retouch.errors import ConfigError, DataError
+from retouch.imaging.reading import PackedImage
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 """Suffixes under which an output is found; its official one comes first."""
@@ -29,6 +30,7 @@ class Output:
     """One image that a benchmark requires.
 
     Attributes:
+        key: see `ImageRow`.
         position: of its item in the list of items.
         index: number of the image among those of its item.
         file: official name, relative to the folder of outputs.
@@ -77,8 +79,14 @@ def outputs_of(benchmark: Benchmark, items: Sequence[ItemFiles]) -> list[Output]
         ConfigError: two outputs have one name, which is a fault of the benchmark's class.
         DataError: a name in the data set that is no name of a file, or leads out of the folder of outputs.
     """
+    keys = dict[Path | PackedImage, str]()
+
+    def key_of(item: ItemFiles) -> str:
+        own = benchmark.key(item)
+        return own if item.source_path is None else keys.setdefault(item.source_path, own)
+
     found = [
-        Output(item, benchmark.key(item), position, index, _inside(benchmark.file_name(item, index), item))
+        Output(item, key_of(item), position, index, _inside(benchmark.file_name(item, index), item))
         for position, item in enumerate(items)
         for index in range(benchmark.count)
     ]

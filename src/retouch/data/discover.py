@@ -152,14 +152,16 @@ def _pairs(path: Path) -> Found:
     """Images with their masks and captions, by name."""
     groups: dict[tuple[Path, str], dict[str, Path]] = {}
     left_out: list[str] = []
-    for file in _files(path):
-        folder, stem, role = _place(file, path)
+    placed = ((file, *_place(file, path)) for file in _files(path))
+    for file, folder, stem, role, of_folder in sorted(placed, key=lambda one: one[-1] is not None):
         unread = suffix_of(file) in OTHER_IMAGES
         if unread or not _is_utf8(file):
             reason = "not read; convert it to PNG or JPEG" if unread else "a name that is not UTF-8; rename it"
             left_out.append(f"{os.path.relpath(file, path)}: {reason}")
             continue
-        first = groups.setdefault((folder, stem), {}).setdefault(role, file)
+        files = groups.setdefault((folder, stem), {})
+        role = of_folder if of_folder is not None and role in files else role
+        first = files.setdefault(role, file)
         if first != file:
             names = (os.path.relpath(each, path) for each in (file, first))
             left_out.append("{}: has the name and role of {}; rename one of them".format(*names))
@@ -202,8 +204,10 @@ def _files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def _place(file: Path, top: Path) -> tuple[Path, str, str]:
-    """The folder and the name that the files of one example share, and the role of this file.
+def _place(file: Path, top: Path) -> tuple[Path, str, str, str | None]:
+    """The folder and the name that the files of one example share, and the role of this file; and the role of its
+    folder, where its name is that of an image: masks/1_image.png is a mask beside images/1_image.png, and an image
+    beside masks/1_mask.png.
 
     Args:
         top: the folder that was given, whose own name is no role: images/ may hold masks/.
@@ -216,7 +220,7 @@ def _place(file: Path, top: Path) -> tuple[Path, str, str]:
     if place is not None:
         folder = top.joinpath(*above[:place], *above[place + 1 :])
         role = role if role == "prompt" else _ROLE_OF[above[place].lower()]
-    ending = re.fullmatch(r"(.+)[_.-]([a-z]+)", stem, re.IGNORECASE)
+    ending, of_folder = re.fullmatch(r"(.+)[_.-]([a-z]+)", stem, re.IGNORECASE), role
     if ending is not None and (named := _ROLE_OF.get(ending[2].lower())) is not None:
         # "img" is part of many names, also of masks: 1_img_mask.png belongs to 1_img.png, masks/1_img.png to
         # img/1_img.png.
@@ -224,4 +228,5 @@ def _place(file: Path, top: Path) -> tuple[Path, str, str]:
         stem = ending[1] if is_img else re.sub(r"(?<=.)[_.-]img$", "", ending[1], flags=re.IGNORECASE)
         role = role if role == "prompt" or (is_img and place is not None) else named
     # macOS writes accents as characters of their own: one name may be written in both ways
-    return Path(normalize("NFC", str(folder))), normalize("NFC", stem), role
+    other = of_folder if role == "image_path" != of_folder else None
+    return Path(normalize("NFC", str(folder))), normalize("NFC", stem), role, other

@@ -56,22 +56,35 @@ def digest(path: Path) -> str:
 
 
 def content_of(image: Path | PackedImage | None) -> str:
-    """SHA-256 of the bytes of an image; "" of none."""
-    return "" if image is None else image.digest if isinstance(image, PackedImage) else digest(image)
+    """SHA-256 of the bytes of an image, in a file of its own or in a table; "" of none."""
+    if isinstance(image, PackedImage):
+        return hashlib.sha256(image.read()).hexdigest()
+    return "" if image is None else digest(image)
+
+
+def _contents(image: Path | PackedImage) -> set[str]:
+    """`content_of` an image and, in a table, its digest, which votes of earlier versions hold as their original."""
+    return {content_of(image), *([image.digest] if isinstance(image, PackedImage) else [])}
+
+
+def _length(image: Path | PackedImage) -> int:
+    return len(image.read()) if isinstance(image, PackedImage) else image.stat().st_size
 
 
 def trained_on(evaluation: Dataset, *training: Dataset, with_prompt: bool = False) -> list[ItemFiles]:
     """Items of `evaluation` whose source or target is an image of the training data; for text to image, those whose
     prompt is, in the form in which scorers compare texts and without case, as `retouch data split` compares prompts.
-    Only files as long as one of the other side are read, or, where a source is a copy of another file, all of them.
+    Only files as long as one of the other side are read, or, where a source is a copy of another file, all of them;
+    an image in a table is the same as a file with its bytes.
 
     Args:
         with_prompt: an image counts only where it is trained on with the same prompt.
     """
     asked = {item.id: images_of(item) for item in evaluation.items}
     # Reading every file of a training set takes minutes. Equal images have equal lengths: only files as long as one
-    # of the other side are hashed.
-    sizes = {path.stat().st_size for images in asked.values() for path in paths(images)}
+    # of the other side are hashed. Items share images of a table, which are read for their length.
+    length_of, contents_of = cache(_length), cache(_contents)
+    sizes = {length_of(image) for images in asked.values() for image in images}
     prompts: defaultdict[Path | PackedImage | None, set[str]] = defaultdict(set)
     for data in training:
         for item in data.items:
@@ -84,21 +97,17 @@ def trained_on(evaluation: Dataset, *training: Dataset, with_prompt: bool = Fals
     of_any_length = bool(of_content) or any(item.original for item in evaluation.items)
     lengths = set[int]()
     for image in filter(None, prompts):
-        if isinstance(image, Path):
-            lengths.add(length := image.stat().st_size)
-            if not (length in sizes or of_any_length):
-                continue
-        of_content[content_of(image)] |= prompts[image]
-
-    def may_be_known(image: Path | PackedImage) -> bool:
-        return of_any_length or isinstance(image, PackedImage) or image.stat().st_size in lengths
+        lengths.add(length := length_of(image))
+        for content in contents_of(image) if length in sizes or of_any_length else ():
+            of_content[content] |= prompts[image]
 
     def is_trained_on(item: ItemFiles) -> bool:
         if not asked[item.id]:
             return _plain(item.prompt) in prompts.get(None, ())
-        contents = {*(content_of(image) for image in asked[item.id] if may_be_known(image)), item.original}
+        known = [image for image in asked[item.id] if of_any_length or length_of(image) in lengths]
+        contents = {item.original}.union(*map(contents_of, known))
         found = [of_content[one] for one in contents if one in of_content]
-        return any(_plain(item.prompt) in known for known in found) if with_prompt else bool(found)
+        return any(_plain(item.prompt) in of for of in found) if with_prompt else bool(found)
 
     return [item for item in evaluation.items if is_trained_on(item)]
 

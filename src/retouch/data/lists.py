@@ -35,10 +35,16 @@ PATH_KEYS = {
 }
 """File of an entry -> the keys that name it; the first that is present counts."""
 
+EDITED_KEYS = ("edit_image", "control_path", "control_path_0", "control_image", "conditioning_image")
+"""Keys of the image that is edited in lists of DiffSynth, musubi-tuner and diffusers, whose `image` is the result."""
+
 OTHER_KEYS = {
-    "image_path": ("source", "source_path", "source_image", "input_image", "image_file", "img_path"),
-    "mask_path": ("mask_image", "mask_file"),
-    "target_path": ("target", "target_image", "edited_image", "output_image"),
+    "image_path": (
+        *("source", "source_path", "source_image", "source_img", "input_image", "original_image", "image_file"),
+        *("img_path", *EDITED_KEYS),
+    ),
+    "mask_path": ("mask_image", "mask_img", "mask_file"),
+    "target_path": ("target", "target_image", "target_img", "edited_image", "output_image"),
     "reference_path": ("reference", "reference_image"),
     "win_path": ("win",),
     "lose_path": ("lose",),

@@ -51,17 +51,23 @@ def split(path: Path, share: float, by: str = "image", seed: int = 0) -> dict[Pa
         )
     # Both names are checked before either file is written: one list of two would look like a split.
     written: dict[Path, int] = {}
-    for name, side in (("train", False), ("held_out", True)):
-        out = listing.with_name(f"{listing.stem}_{name}{listing.suffix}")
+    parts = parts_of(listing)
+    for out, side in parts.items():
         if out.exists():
             raise DataError(f"{out} exists; delete it, or rename it")
         written[out] = held_out.count(side)
-    for out, side in zip(written, (False, True), strict=True):
+    for out, side in parts.items():
         chosen = [line for line, held in zip(lines, held_out, strict=True) if held is side]
         as_list = "[\n" + ",\n".join(chosen) + "\n]\n"
         text = as_list if suffix_of(listing) == ".json" else "".join(f"{line}\n" for line in [*header, *chosen])
         write_whole(out, text)
     return written
+
+
+def parts_of(listing: Path) -> dict[Path, bool]:
+    """The two lists that a list is divided into, each with whether it is held out."""
+    names = {"train": False, "held_out": True}
+    return {listing.with_name(f"{listing.stem}_{name}{listing.suffix}"): side for name, side in names.items()}
 
 
 def sides(keys: Sequence[Sequence[Hashable]], share: float, seed: int) -> list[bool]:

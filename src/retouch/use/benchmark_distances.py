@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,8 +25,8 @@ from retouch.rewards.devices import own_device
 
 logger = logging.getLogger(__name__)
 
-Images = Mapping[int, Path | PackedImage]
-"""Position of the item of each real image, below 0 of one without an item -> the image."""
+Images = Mapping[Path | PackedImage, Hashable]
+"""Real image -> the key of its item, or the image itself if it belongs to none."""
 
 Extract = Callable[[Iterable[Pixels]], Features]
 
@@ -50,7 +50,7 @@ def check_distances(benchmark: Benchmark, outputs: Sequence[Output]) -> None:
         if entry.extractor == "encoder" and looks_local(entry.path) and not expanded(entry.path).is_dir():
             raise ConfigError(f"{where}.path: given {entry.path!r}; no such folder")
         if not _has_features(entry, where, real):
-            first = next(iter(real.values()))
+            first = next(iter(real))
             raise ConfigError(f"{where}.real: given {entry.real!r}, whose images cannot be read, {first} the first")
 
 
@@ -63,7 +63,7 @@ def _has_features(entry: DistanceEntry, where: str, real: Images) -> bool:
     from retouch.use.loaded import free_memory
 
     extract, _ = _extractor(entry, where, own_device())
-    readable = (image for image in map(_read, real.values()) if image is not None)
+    readable = (image for image in map(_read, real) if image is not None)
     found = extract(islice(readable, 1))
     del extract
     free_memory()  # else sampling and the scorers could not have it
@@ -89,10 +89,10 @@ def distances_of(
         where = f"distances.{name}"
         extract, extractor = _extractor(entry, where, own_device())
         real_images = _real(entry, outputs, where)
-        real, of_real = _of_readable(extract, map(_read, real_images.values()), real_images)
+        real, of_real = _of_readable(extract, map(_read, real_images), real_images.values())
         for column, folder in places.items():
             there = [(output, path) for output in outputs if (path := find_file(folder, output.file)) is not None]
-            features, examples = _of_readable(extract, scored(there), [output.position for output, _ in there])
+            features, examples = _of_readable(extract, scored(there), [output.key for output, _ in there])
             if min(len(features), len(real)) < 2:
                 raise ConfigError(
                     f"{where}: {column} has {count_of(len(features), 'image')} and real has {len(real)}; give 2 or more"
@@ -117,21 +117,19 @@ def distances_of(
 def _real(entry: DistanceEntry, outputs: Sequence[Output], where: str) -> Images:
     """The real images: a folder, or the sources or targets of the items, each once."""
     if entry.real in ("source", "target"):
-        items = {output.position: output.item for output in outputs}
-        images = {position: getattr(item, f"{entry.real}_path") for position, item in items.items()}
-        return {position: image for position, image in images.items() if image is not None}
+        images = {getattr(output.item, f"{entry.real}_path"): output.key for output in outputs}
+        return {image: key for image, key in images.items() if image is not None}
     folder = expanded(entry.real)
     if not folder.is_dir():
         raise ConfigError(f"{where}.real: given {entry.real!r}; expected source, target, or a folder of images")
-    files = sorted(path for path in files_below(folder) if path.suffix.lower() in SUFFIXES)
-    return {-1 - number: path for number, path in enumerate(files)}
+    return {path: path for path in sorted(files_below(folder)) if path.suffix.lower() in SUFFIXES}
 
 
 def _of_readable(
-    extract: Extract, images: Iterable[Pixels | None], examples: Iterable[int]
-) -> tuple[Features, list[int]]:
+    extract: Extract, images: Iterable[Pixels | None], examples: Iterable[Hashable]
+) -> tuple[Features, list[Hashable]]:
     """The features of the images that can be read, and the example of each."""
-    kept = list[int]()
+    kept = list[Hashable]()
 
     def readable() -> Iterator[Pixels]:
         for image, example in zip(images, examples, strict=True):

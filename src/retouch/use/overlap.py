@@ -50,12 +50,14 @@ def _items_here(config: RunConfig, key: str, section: DataSection, option: str) 
     except DataError:
         listed = []
     items = [item for item in listed if all(is_file(path) for path in paths(images_of(item)))]
-    if not items:
+    if not items or len(listed) - len(items) > section.max_bad_items:  # training itself would have refused as many
+        some = f" of {len(listed) - len(items)} of {len(listed)} items" if items else ""
         logger.warning(
-            "%s: it is unknown whether %s trained on these examples: %s.path has no images on this machine: %s",
+            "%s: it is unknown whether %s trained on these examples: %s.path has no images%s on this machine: %s",
             option,
             config.name,
             key,
+            some,
             section.path,
         )
     return items

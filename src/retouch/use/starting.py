@@ -22,7 +22,7 @@ from retouch.data.base import DataError, ItemError, ItemFiles
 from retouch.data.discover import Found, discover
 from retouch.data.formats.manifest import ManifestData
 from retouch.data.item import examine
-from retouch.data.split import split
+from retouch.data.split import parts_of, split
 from retouch.data.texts import has_text
 from retouch.errors import ImageProblem
 from retouch.families import FAMILIES
@@ -109,7 +109,8 @@ def start(folder: Path, out: Path, family: str, algorithm: str, model: str | Non
     found = _without_descriptions(discover(folder), folder)
     _require_images(found, folder, family)
     manifest = out.with_name(f"{out.stem}_data.json")
-    for file in (out, *([manifest] if found.path is None else [])):
+    # an old list of held-out examples would leave the new run without any
+    for file in (out, *([manifest, *parts_of(manifest)] if found.path is None else [])):
         if file.exists():
             raise ConfigError(f"--out: {file} exists; set --out to another path, or delete it")
     shape = _tiny_shape(found, family) if model == "tiny" else _shape(found, family)

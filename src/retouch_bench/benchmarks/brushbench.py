@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means, numbered
-from retouch.data.base import DataSection, ItemFiles
+from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, means
+from retouch.data.base import DataSection
 from retouch.rewards.protocol import Pixels
 from retouch_bench.formats.brushbench import BrushBenchData
 
@@ -53,6 +52,7 @@ class BrushBench(Benchmark):
 
     title: ClassVar[str] = "BrushBench"
     source: ClassVar[str] = "arXiv 2403.06976; github.com/TencentARC/BrushNet, data/BrushBench"
+    file: ClassVar[str] = "{image}"
     official: ClassVar[Official] = Official(
         resolution=(512, 512),
         items=600,
@@ -84,9 +84,6 @@ class BrushBench(Benchmark):
     def data(self) -> DataSection:
         distractors = _DISTRACTORS if "clip_r_precision" in self.rewards else 0
         return self.sized(BrushBenchData(path=self.path, region=self.region, fit="stretch", distractors=distractors))
-
-    def file_name(self, item: ItemFiles, index: int) -> str:
-        return numbered(str(PurePosixPath(item.metadata["image"])), index)
 
     def prepared(self, image: Image.Image, source: Image.Image | None, mask: Image.Image | None) -> Image.Image:
         sized = super().prepared(image, source, mask)

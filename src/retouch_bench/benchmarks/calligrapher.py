@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, means
-from retouch.data.base import DataSection, ItemFiles
+from retouch.data.base import DataSection
 from retouch.data.formats.calligrapher import CrossBenchData, SelfBenchData
 
 
@@ -63,6 +63,3 @@ class CalligrapherCross(Calligrapher):
 
     def data(self) -> DataSection:
         return self.sized(CrossBenchData(path=self.path, fit="stretch"))
-
-    def key(self, item: ItemFiles) -> str:
-        return f"{item.id}"

@@ -51,10 +51,6 @@ class ComplexEditBenchmark(Benchmark):
         types = 2 if self.image_type == "all" else 1
         return _IMAGES * types * len(complexities(self.complexity))
 
-    def key(self, item: ItemFiles) -> str:
-        """The image: instructions on one image are not independent."""
-        return str(item.metadata["image"])
-
     def file_name(self, item: ItemFiles, index: int) -> str:
         about = item.metadata
         number = str(about["image"]).partition("/")[2]

@@ -36,6 +36,9 @@ class Cvtg(Benchmark):
     )
     own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"cvtg": {}}
 
+    def official_items(self) -> int:
+        return {"all": 2000, "CVTG": 1002, "CVTG-Style": 998}[self.part]
+
     def data(self) -> DataSection:
         return self.sized(CvtgData(path=self.path, part=self.part))
 

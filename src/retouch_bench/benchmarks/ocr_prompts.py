@@ -19,7 +19,9 @@ class OcrPrompts(Benchmark):
     source: ClassVar[str] = "arXiv 2505.05470; github yifan123/flow_grpo, dataset/ocr/test.txt"
     file: ClassVar[str] = "{id:05d}_{index}.png"
     official: ClassVar[Official] = Official(
-        resolution=(512, 512), settings={"reader": "PaddleOCR 2.9.1, English", "steps": 40, "guidance_scale": 4.5}
+        resolution=(512, 512),
+        items=1018,
+        settings={"reader": "PaddleOCR 2.9.1, English", "steps": 40, "guidance_scale": 4.5},
     )
     caveats: ClassVar[Sequence[str]] = ("texts are read by the engine of the reward, not by PaddleOCR 2.9.1",)
     published: ClassVar[Sequence[PublishedRow]] = (

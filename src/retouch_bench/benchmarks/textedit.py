@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
-from PIL import Image
-
 from retouch.benchmarks.base import Benchmark, ImageRow, Official, PublishedRow, judge, means
 from retouch.data.base import DataSection
 from retouch_bench.formats.textedit import TextEditData
@@ -64,6 +62,9 @@ class TextEdit(Benchmark):
         )
     )  # fmt: skip
 
+    def official_items(self) -> int:
+        return {"fullset": 2148, "miniset": 500}[self.part]
+
     @classmethod
     def default_rewards(cls, options: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         named = options.get("rewards")
@@ -72,10 +73,6 @@ class TextEdit(Benchmark):
 
     def data(self) -> DataSection:
         return self.sized(TextEditData(path=self.path, part=self.part, image_root=self.image_root, fit="stretch"))
-
-    def prepared(self, image: Image.Image, source: Image.Image | None, mask: Image.Image | None) -> Image.Image:
-        """The output as it is: the scorer brings it to the size of the source, as published."""
-        return image
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Means over images of each group. `judge` is the weighted mean of the judge's five shares, each also by its

@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from retouch.data.base import DataError, ImageSection, ItemError, ItemFiles, TargetRole, item_or_error
 from retouch.data.lists import (
+    EDITED_KEYS,
     OTHER_KEYS,
     PATH_KEYS,
     SUFFIXES,
@@ -122,6 +123,12 @@ def manifest_item(given: Any, position: int, root: Path, *, mask_lines: bool = T
     near |= {key: role for role in absent for key in OTHER_KEYS.get(role, ()) if key in entry}
     if meant := next((key for key in near if _names_file(root, entry[key])), None):  # another value is metadata
         raise DataError(f"the key {meant!r} is not read; rename it to {near[meant]!r}")
+    if edited := next((key for key in EDITED_KEYS if key in entry and _names_file(root, entry[key])), None):
+        image = used["image_path"]
+        raise DataError(
+            f"the key {edited!r} is not read; rename it to 'image_path', and {image!r}, if it is the result of the "
+            "edit, to 'target_path'"
+        )
     if entry.get(used["mask_path"]) and not entry.get(used["image_path"]):
         raise DataError("mask_path without image_path; name the image that the mask belongs to, or leave it out")
     texts = (*used.values(), prompt_key)
@@ -179,8 +186,9 @@ def _more_images(entry: Mapping[str, Any], image: Path | None) -> list[str]:
 
 
 def _names_file(root: Path, value: object) -> bool:
-    """Whether a value of an entry is the path of a file."""
-    return isinstance(value, str) and is_file(on_disk(root / value))
+    """Whether a value of an entry is the path of a file, or a list that begins with one."""
+    first = cast("list[object]", value)[0] if isinstance(value, list) and value else value
+    return isinstance(first, str) and is_file(on_disk(root / first))
 
 
 def _first(entry: Mapping[str, Any], keys: Sequence[str]) -> str:
