@@ -104,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=TRADES, default=list(TRADES))
     parser.add_argument("--arms", nargs="+", choices=("uniform", "gate"), default=["uniform", "gate"])
+    parser.add_argument("--weights", type=float, nargs="+", help="of those of the family; all if left out")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--work", type=Path, default=Path("runs/kl-gate"), help="folder for data and runs")
     parser.add_argument(
@@ -119,7 +120,8 @@ def main() -> None:
             trade, known = TRADES[family], {row["weight"] for row in of(earlier_rows(), family, seed)}
             uniform = [weight for weight in trade.uniform if weight not in known]
             for arm in arguments.arms:
-                for weight in trade.gated if arm == "gate" else uniform:
+                weights = trade.gated if arm == "gate" else uniform
+                for weight in [weight for weight in weights if weight in (arguments.weights or weights)]:
                     row = one(family, arm, weight, seed, arguments.work, arguments.text_to_image)
                     rows = [r for r in rows if r["run"] != row["run"]] + [row]
                     print(row["run"], row["held_out"]["last"], flush=True)

@@ -32,7 +32,7 @@ def test_the_gate_takes_the_rows_whose_reward_outranks_the_auxiliary_one() -> No
 
 def test_a_run_is_compared_with_the_line_through_the_uniform_ones_at_its_drift() -> None:
     def row(drift: float, ned: float) -> dict[str, Any]:
-        return {"held_out": {"last": {"ocr.ned": ned, "glyph_correlation": 0.0, "outside_l1": drift}}}
+        return {"family": "sd_inpaint", "held_out": {"last": {"ocr.ned": ned, "outside_l1": drift}}}
 
     uniform = [row(0.02, 0.5), row(0.03, 0.6), row(0.05, 0.7)]
     assert kl_gate.above(uniform, row(0.04, 0.7)) == pytest.approx(0.05)  # .65 there
@@ -45,9 +45,9 @@ def test_the_page_has_the_distances_to_the_uniform_runs() -> None:
         for name in ("measured", "algorithms")
     ]
     for row in ROWS:
-        weight = row["weight"] / kl_gate.SHARE if row["arm"] == "gate" else row["weight"]
-        assert row["inputs"] == inputs.inputs(kl_gate.FILE, overrides=kl_gate.overrides_of(weight))
-    uniform, gate = kl_gate.rows_of(ROWS, 0)
+        changed = kl_gate.overrides_of(row["family"], row["arm"], row["weight"])
+        assert row["inputs"]["run"] == inputs.run_digest(kl_gate.TRADES[row["family"]].file, changed)
+    uniform, gate = kl_gate.rows_of(ROWS, "sd_inpaint", 0)
     assert [row["weight"] for row in gate] == [0.2, 0.3, 0.5] and len(uniform) == 4
     *first, last = (f"{kl_gate.above(uniform, row):+.3f}".replace("0.", ".") for row in gate)
     assert all(f"{', '.join(first)} and {last}" in page for page in pages)
