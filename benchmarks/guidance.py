@@ -14,6 +14,7 @@ base without guidance, paired by word, with its 95 % interval. The criterion is 
 on each of three seeds, and that its NFT reaches at least the NED of the guided base's.
 
     python benchmarks/guidance.py --out benchmarks/results/guidance.json
+    python benchmarks/guidance.py --arms student --images 24 --seeds 1 2 --out benchmarks/results/guidance.json
 
 needs the base and the prompts of sd3 (benchmarks/text_to_image.py); that of Stable Diffusion 1.5 is in the package.
 """

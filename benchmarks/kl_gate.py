@@ -18,7 +18,7 @@ The runs are those whose drift and NED a uniform KL trades against each other:
                 Drift is the mean |difference| in [0, 1] between the backgrounds of a held-out image and of the base's
                 image of the same prompt and noise. The auxiliary reward is the logarithm, without its constants, of
                 the density of a sample's background in the normal distribution with the mean and the covariance of
-                those of the first epoch, which the base generated
+                those of the first epoch, which the base generated. Seed 0 was run
 
     retouch tiny build sd3 --out runs/text-to-image/sd3
     python benchmarks/text_to_image.py --data-only

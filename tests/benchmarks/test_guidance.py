@@ -85,8 +85,9 @@ def test_the_student_missed_the_criterion_and_the_pages_have_the_numbers() -> No
     longer = by_name[f"sd_inpaint-student-3-{large}-0"]
     assert all(row["forwards"] == 23040 and row["over_guided"][0] < -0.02 for row in students)  # missed
     first, second, third, of_longer = (f"{-row['over_guided'][0]:.3f}"[1:] for row in (*students, longer))
-    assert f"lower by {first}, {second} and {third}" in table
-    assert f"{first}, {second} and {third} lower on three seeds, after {longer['forwards']:,} {of_longer} on" in page
+    assert f"{first}, {second} and {third} below | 23,040" in table
+    assert f"{first}, {second} and {third} below after 23,040 forwards on three seeds" in page
+    assert f"and {of_longer} after {longer['forwards']:,} on one" in page
     guided, unguided = (by_name[f"sd_inpaint-nft-{arm}-3-0"] for arm in guidance.NFT_STEPS)
     assert guided["forwards"] == 2 * unguided["forwards"] == 23040
     assert f"reaches {ned(unguided['run'])} in 11,520 forwards, that of the guided base {ned(guided['run'])} in" in page

@@ -69,14 +69,21 @@ def test_drift_is_that_of_the_backgrounds_of_the_same_image(tmp_path: Path, monk
 
 
 def test_the_page_has_the_distances_to_the_uniform_runs() -> None:
-    pages = [
+    measured, table = (
         " ".join((REPOSITORY / f"docs/{name}.md").read_text(encoding="utf-8").split())
         for name in ("measured", "algorithms")
-    ]
+    )
     for row in ROWS:
         changed = kl_gate.overrides_of(row["family"], row["arm"], row["weight"])
         assert row["inputs"]["run"] == inputs.run_digest(kl_gate.TRADES[row["family"]].file, changed)
-    uniform, gate = kl_gate.rows_of(ROWS, "sd_inpaint", 0)
-    assert [row["weight"] for row in gate] == [0.2, 0.3, 0.5] and len(uniform) == 4
-    *first, last = (f"{kl_gate.above(uniform, row):+.3f}".replace("0.", ".") for row in gate)
-    assert all(f"{', '.join(first)} and {last}" in page for page in pages)
+    found = dict[str, list[str]]()
+    for family, weights in (("sd_inpaint", [0.2, 0.3, 0.5]), ("sd3", [0.02, 0.05, 0.1, 0.2])):
+        uniform, gate = kl_gate.rows_of(ROWS, family, 0)
+        assert [row["weight"] for row in gate] == weights and len(uniform) == 4
+        over = [kl_gate.above(uniform, row) for row in gate]
+        assert min(over) < 0  # missed
+        *first, last = (f"{value:+.3f}".replace("0.", ".") for value in over)
+        assert f"{', '.join(first)} and {last}" in measured
+        found[family] = [f"{value:+.3f}".replace("0.", ".") for value in (min(over), max(over))]
+    assert ", and ".join(f"{low} to {high}" for low, high in found.values()) in table
+    assert all(row["forwards_per_image"] * 64 * row["steps"] == 18432 for row in ROWS if row["family"] == "sd3")
