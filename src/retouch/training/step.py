@@ -120,8 +120,9 @@ class ForwardSize:
         return [(chunk, range(1)) for chunk in first] + rest
 
     def _parts_by_input(self, rows: Tensor, inputs: Tensor) -> list[Tensor]:
-        """Some rows, with the number of each one's input, by forwards of as many inputs as other forwards have rows of the network; none if the rows are more
-        than half of them inputs, on any process: forwards of fewer rows are slower."""
+        """Some rows, each with the number of its input, by forwards of as many inputs as other forwards have rows of
+        the network; none if the rows are more than half of them inputs, on any process: forwards of fewer rows are
+        slower."""
         own = len(inputs.unique())
         most = int(self._engine.gather(torch.tensor([own], dtype=torch.int64)).max())
         if 2 * most > len(rows):
