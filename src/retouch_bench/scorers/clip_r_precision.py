@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from retouch.lru import LruCache
@@ -62,7 +61,7 @@ class ClipRPrecisionScorer(PackageScorer[ClipRPrecisionReward]):
         towers = self._towers
         assert towers is not None
         seen = towers.of_images([item.image])[0]
-        vectors = self._kept.get_all([own, *others], partial(map, lambda text: towers.of_texts([text])[0]))
+        vectors = self._kept.get_all([own, *others], lambda texts: (towers.of_texts([text])[0] for text in texts))
         cosines = [float(seen @ vector) for vector in vectors]
         if not all(map(math.isfinite, cosines)):  # no comparison with NaN holds: the rank would be 1
             return Failure("scorer_error", "the embedding of the image or of a prompt contains NaN or Inf")

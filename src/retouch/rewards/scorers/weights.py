@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def train_extra(what: str = "this reward") -> Iterator[None]:
+def installed(what: str = "this reward", extra: str = "train") -> Iterator[None]:
     """Inside, a library that is not installed is a ConfigError with the command that installs it."""
     try:
         yield
     except ImportError as error:
-        raise ConfigError(f'{what} needs {error.name}: pip install "retouch[train]"') from None
+        extra = "train" if error.name == "torch" else extra
+        raise ConfigError(f'{what} needs {error.name}: pip install "retouch[{extra}]"') from None
 
 
 @contextmanager
