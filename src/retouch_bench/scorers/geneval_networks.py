@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.rewards.scorers.clip import ClipTowers
-from retouch.rewards.scorers.weights import installed, loading, version_of
+from retouch.rewards.scorers.weights import loading, version_of
 from retouch_bench.scorers.geneval_verdict import CLASSES, COLORS, Box, Detection
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retouch.config.base import Count
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.files.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.weights import image_processor, installed, loading, model_path, version_of
+from retouch.rewards.scorers.weights import image_processor, loading, model_path, version_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.base import Count, Text
+from retouch.errors import installed
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.weights import image_processor, installed, loading, version_of
+from retouch.rewards.scorers.weights import image_processor, loading, version_of
 from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:

@@ -16,12 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.imaging.lines import greedy_reading
 from retouch.process.machine import threads_sleep
 from retouch.registry import load_attribute
 from retouch.rewards.protocol import Pixels
-from retouch.rewards.scorers.weights import installed
 
 HEIGHT = 64
 """Height in pixels that a line is scaled to: the one of the networks of EasyOCR and ddddocr."""

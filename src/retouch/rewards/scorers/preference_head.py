@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from PIL import Image
 
 from retouch.config.base import Count, Text
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
-from retouch.rewards.scorers.weights import installed, loading, read_weights, require_all, version_of, weights_file
+from retouch.rewards.scorers.weights import loading, read_weights, require_all, version_of, weights_file
 from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from retouch.config.base import Text
 from retouch.config.errors import nearest
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.imaging.lines import Bounds, folded, joined
 from retouch.imaging.masks import MASK_THRESHOLD, Box, mask_box, widen
 from retouch.process.machine import installed_version, threads_sleep
@@ -26,7 +26,6 @@ from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers import line_readers, paddle
 from retouch.rewards.scorers.paddle import bgr
-from retouch.rewards.scorers.weights import installed
 from retouch.types import Failure
 
 _HEIGHT = 48  # pixels to which the recogniser scales the height of a line

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from retouch.errors import installed
 from retouch.imaging.lines import Bounds
 from retouch.rewards.protocol import Pixels
 from retouch.rewards.scorers.mask_generation import region_boxes
 from retouch.rewards.scorers.ocr_lines import OcrLinesReward
 from retouch.rewards.scorers.reading import FoundLine
-from retouch.rewards.scorers.weights import installed, loading, version_of
+from retouch.rewards.scorers.weights import loading, version_of
 
 if TYPE_CHECKING:
     from torch import Tensor

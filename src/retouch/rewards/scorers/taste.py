@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from retouch.config.base import Text
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.weights import expanded, installed, named_file
+from retouch.rewards.scorers.weights import expanded, named_file
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from PIL import Image
 from pydantic import Field
 
 from retouch.config.base import Count, Text, Unit, containing
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.weights import installed, loading, version_of
+from retouch.rewards.scorers.weights import loading, version_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:

@@ -18,16 +18,6 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def installed(what: str = "this reward", extra: str = "train") -> Iterator[None]:
-    """Inside, a library that is not installed is a ConfigError with the command that installs it."""
-    try:
-        yield
-    except ImportError as error:
-        extra = "train" if error.name == "torch" else extra
-        raise ConfigError(f'{what} needs {error.name}: pip install "retouch[{extra}]"') from None
-
-
-@contextmanager
 def loading(option: str, path: str) -> Iterator[str]:
     """Inside, transformers loads what an option names, by the path that this returns: a hub id that is not to be had,
     or a folder that it cannot read, is a ConfigError of the option."""
