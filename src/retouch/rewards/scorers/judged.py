@@ -55,7 +55,7 @@ class JudgeEntry(JudgeConfig, RewardEntry):
     unscored = frozenset({"model", "address", "prompts"})  # the revision names what is served and asked
     cpu_only = "the judge's model runs at the endpoint of `address`; leave device out"
     published_in: ClassVar[str] = ""
-    """What the option `prompts` must be a copy of, of an entry whose questions are published ones."""
+    """Place of what the option `prompts` is a copy of; "" of an entry that has none."""
 
     from_judge: list[str] = Field(default=[])
     """Keys that the entry has from the section `judge`, which writes this; a stored run file has neither."""
@@ -115,7 +115,11 @@ class JudgeEntry(JudgeConfig, RewardEntry):
             )
         if self.budget_dollars is not None and self._is_paid and not self.price_in + self.price_out:
             raise ValueError("budget_dollars: given without prices; set price_in and price_out")
-        options = dict(self)
+        return self
+
+    @model_validator(mode="after")
+    def _has_published_questions(self) -> JudgeEntry:
+        options = dict(self)  # of an entry whose questions the package may not contain
         asks_published = self.published_in and options.get("wording", "published") == "published"
         if asks_published and self.is_made_here and options["prompts"] is None:
             wording = " with wording=published" if "wording" in options else ""
