@@ -146,7 +146,7 @@ def take_turns() -> None:
     import torch
     from diffusers import FluxTransformer2DModel
 
-    from retouch.families.loading import tiny_path
+    from retouch.files.model_files import tiny_path
 
     network: Any = FluxTransformer2DModel.from_pretrained(tiny_path("flux_fill") / "transformer")
     config, draw = network.config, torch.Generator().manual_seed(0)

@@ -23,8 +23,8 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from retouch.core.objectives.sft import denoising_loss
 from retouch.data.sampler import derive_seed
-from retouch.families.loading import tiny_path
 from retouch.families.qwen_image.model import QwenImage
+from retouch.files.model_files import tiny_path
 from retouch.rewards.protocol import RewardItem
 from retouch.tiny.edits import (
     COLOURS,

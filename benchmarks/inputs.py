@@ -12,7 +12,7 @@ from retouch.config import load_run
 from retouch.config.base import Section
 from retouch.config.reads import EARLIER_DEFAULTS
 from retouch.config.run import OptimizerConfig
-from retouch.families.loading import tiny_path
+from retouch.files.model_files import tiny_path
 
 SECTIONS = ("model", "rollout", "algorithm", "rewards", "optimizer", "ema", "training")
 

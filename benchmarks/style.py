@@ -38,7 +38,7 @@ from inputs import digest, inputs  # noqa: E402
 
 from retouch.config import load_run  # noqa: E402
 from retouch.data.dataset import load_dataset  # noqa: E402
-from retouch.families.loading import tiny_path  # noqa: E402
+from retouch.files.model_files import tiny_path  # noqa: E402
 from retouch.imaging.glyphs import FONTS, Ink, contrast, correlation, ground_colour, write_spaced  # noqa: E402
 from retouch.imaging.masks import Box, mask_box  # noqa: E402
 from retouch.observe import Stopwatch  # noqa: E402

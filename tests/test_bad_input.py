@@ -23,7 +23,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from retouch.errors import ConfigError, ImageProblem, ModelFilesError
-from retouch.families.loading import tiny_path
+from retouch.files.model_files import tiny_path
 from retouch.imaging.reading import open_image
 from retouch.observe.log import LogFile
 from retouch.observe.run_lock import RunLock

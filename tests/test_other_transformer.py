@@ -18,7 +18,8 @@ from retouch.config import parse_run
 from retouch.doctor.diagnosis import diagnose
 from retouch.families.base import OtherTransformer
 from retouch.families.flux_fill.spec import FluxFillModel
-from retouch.families.loading import load_network, tiny_path
+from retouch.families.loading import load_network
+from retouch.files.model_files import tiny_path
 from tests.command_line import retouch
 from tests.docs.pages import REPOSITORY
 

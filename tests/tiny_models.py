@@ -16,10 +16,10 @@ from retouch.adapters.hosts import host_of
 from retouch.adapters.shape import AdapterShape
 from retouch.families import FAMILIES
 from retouch.families.image_encoder import TINY
-from retouch.families.loading import tiny_path
 from retouch.families.meta import released_networks
 from retouch.families.tiny import TEXT_WIDTH, byte_clip_tokenizer, bytes_to_characters, tiny_pipeline
 from retouch.families.unet.tiny import unet
+from retouch.files.model_files import tiny_path
 
 PACKAGED = [family for family in FAMILIES if tiny_path(family).is_dir()]
 """Families whose trained tiny base comes with the package."""

@@ -148,6 +148,16 @@ def is_device_full(error: BaseException) -> bool:
 
 
 @contextmanager
+def installed(what: str = "this reward", extra: str = "train") -> Iterator[None]:
+    """Inside, a library that is not installed is a ConfigError with the command that installs it."""
+    try:
+        yield
+    except ImportError as error:
+        extra = "train" if error.name == "torch" else extra
+        raise ConfigError(f'{what} needs {error.name}: pip install "retouch[{extra}]"') from None
+
+
+@contextmanager
 def fitting(what: str, remedies: str) -> Iterator[None]:
     """Inside, memory of the device that ends is an error of one line.
 

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from itertools import chain
@@ -36,11 +37,6 @@ in which each has some. An editable installation of an earlier version finds the
 _plugins: set[str] = set()
 
 Component = TypeVar("Component")
-
-
-def is_of_annex(place: str) -> bool:
-    """Whether "module:attribute" is of one of `ANNEXES`."""
-    return place.partition(".")[0] in ANNEXES
 
 
 @cache
@@ -82,7 +78,7 @@ class Registry(Mapping[str, Component], Generic[Component]):
         self.key = key
         self.of = of
         points = _entry_points().get(group, [])
-        annex = {name: place for name, place in points if is_of_annex(place)}
+        annex = {name: place for name, place in points if place.partition(".")[0] in ANNEXES}
         own = {**annex, **builtin}
         self._places = {**own, **dict(points), **own}  # the distribution's own come first and keep their names
         self._builtin = frozenset(own)
@@ -172,6 +168,7 @@ class Registry(Mapping[str, Component], Generic[Component]):
         return len({*self._places, *self._loaded})
 
 
+@dataclass(eq=False)
 class Chosen:
     """Annotation of a run file's section whose class is chosen from a registry by one of its keys.
 
@@ -179,9 +176,8 @@ class Chosen:
     with the same errors, and imports only the class that is chosen.
     """
 
-    def __init__(self, registry: Registry[Any], key: str) -> None:
-        self.registry = registry
-        self.key = key
+    registry: Registry[Any]
+    key: str
 
     @property
     def classes(self) -> list[type[Any]]:

@@ -20,7 +20,7 @@ import retouch.adapters
 from retouch.adapters.formats import AdapterFileError, read_adapter, write_bin, write_safetensors
 from retouch.adapters.shape import AdapterShape
 from retouch.config import ConfigError
-from retouch.families.loading import tiny_path
+from retouch.files.model_files import tiny_path
 
 SHAPE = AdapterShape("mlp", 24, 5, 64, (128,) * 6)
 FORMER = AdapterShape("mlp+query_former", 24, 5, 64, (128,) * 6)

@@ -14,7 +14,7 @@ from torch import Tensor
 from retouch.adapters.trainee import FullWeights, make_trainable
 from retouch.engine import Policy
 from retouch.families.base import TrainFull
-from retouch.families.loading import tiny_path
+from retouch.files.model_files import tiny_path
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

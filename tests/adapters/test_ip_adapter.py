@@ -14,8 +14,8 @@ from retouch.adapters.ip_adapter import IpAdapter, new_adapter
 from retouch.adapters.shape import AdapterShape
 from retouch.config import ConfigError
 from retouch.families import FAMILIES
-from retouch.families.loading import tiny_path
 from retouch.families.meta import released_networks
+from retouch.files.model_files import tiny_path
 
 WIDTH, TOKENS = 24, 5
 

@@ -18,7 +18,7 @@ from retouch.config import ConfigError
 from retouch.engine import Policy
 from retouch.families.base import TrainLora
 from retouch.families.flux_fill.spec import FluxFillModel
-from retouch.families.loading import tiny_path
+from retouch.files.model_files import tiny_path
 
 RANK, ALPHA = 3, 5.0
 

@@ -30,7 +30,7 @@ from retouch.families import FAMILIES
 from retouch.families.diffusion import pack
 from retouch.families.loading import family_class
 from retouch.families.meta import released_networks
-from retouch.families.qwen_image.model import NEGATIVE
+from retouch.families.qwen.spec import NEGATIVE
 from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.families.tiny import TEXT_TOKENS, tiny_pipeline
 from retouch.rollout.plan import ode_plan

@@ -37,7 +37,7 @@ from retouch.families import FAMILIES
 from retouch.families.base import DistillationLora, ModelSection
 from retouch.families.diffusion import pack
 from retouch.families.loading import load_model, load_network
-from retouch.families.qwen_image.model import NEGATIVE
+from retouch.families.qwen.spec import NEGATIVE
 from retouch.families.tiny import TEXT_TOKENS, tiny_pipeline
 from retouch.rollout.sampler import latent_shape, noise_for
 from retouch.types import Condition, Example

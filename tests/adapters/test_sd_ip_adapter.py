@@ -23,11 +23,11 @@ from retouch.config import ConfigError
 from retouch.families import FAMILIES
 from retouch.families.base import TrainIpAdapter
 from retouch.families.image_encoder import ImageEncoder
-from retouch.families.loading import tiny_path
 from retouch.families.meta import released_networks
 from retouch.families.sd_inpaint.model import SdInpaint
 from retouch.families.sd_inpaint.spec import SdInpaintModel
 from retouch.families.tiny import tiny_pipeline
+from retouch.files.model_files import tiny_path
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import sample
 from retouch.types import Example

@@ -59,7 +59,6 @@ def first_kl(run: Run) -> tuple[float, float]:
         session.take_snapshots()
         session.progress.phase = "rl"
         experience = collect(session, algorithm)
-        grpo.add_reference_and_old(session, algorithm, experience)
         rows, span = torch.tensor([0]), range(1)  # forwards of one row, as the reference's below
         weight = experience.counts_in_loss[rows].sum()
         step = Step(run, session.size, rows, weight, 0.0, data=run.data, positions=[], seeds=[])

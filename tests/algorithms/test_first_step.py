@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,8 +134,14 @@ def forward_size(size: int, together: int = 1, most_elsewhere: int = 0) -> Forwa
     """Of a process beside one with as many inputs."""
     found = object.__new__(ForwardSize)
     found.rows, found.parts_per_forward = size, together
+    found._config = SimpleNamespace(rollout=SimpleNamespace(shares_first_step=True))  # type: ignore[assignment]
     found._engine = SimpleNamespace(gather=lambda own: torch.cat([own, own.new_tensor([most_elsewhere])]))  # type: ignore[assignment]
     return found
+
+
+def numbered(*inputs: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """As `Experience.first_inputs` of rows that have these inputs."""
+    return lambda rows: (rows, torch.tensor(inputs))
 
 
 def spans(parts: list[tuple[Tensor, range]]) -> list[tuple[list[int], range]]:
@@ -142,7 +149,7 @@ def spans(parts: list[tuple[Tensor, range]]) -> list[tuple[list[int], range]]:
 
 
 def test_rows_of_one_input_are_in_one_forward_whatever_its_number_of_rows() -> None:
-    rows, inputs = torch.tensor([9, 8, 7, 6, 5, 4]), torch.tensor([0, 1, 0, 1, 0, 0])
+    rows, inputs = torch.tensor([9, 8, 7, 6, 5, 4]), numbered(0, 1, 0, 1, 0, 0)
     rest = [([9, 8], range(1, 2)), ([7, 6], range(1, 2)), ([5, 4], range(1, 2))]
     assert spans(forward_size(2).parts(rows, 2, inputs)) == [([9, 8, 7, 6, 5, 4], range(1)), *rest]
     one = [([9, 7, 5, 4], range(1)), ([8, 6], range(1))]
@@ -153,18 +160,18 @@ def test_rows_of_one_input_are_in_one_forward_whatever_its_number_of_rows() -> N
 
 def test_inputs_that_differ_keep_the_forwards_of_all_steps() -> None:
     """Of more than half of the rows, on any process."""
-    rows, inputs = torch.arange(4), torch.tensor([0, 1, 2, 0])
+    rows, inputs = torch.arange(4), numbered(0, 1, 2, 0)
     assert spans(forward_size(2, 2).parts(rows, 2, inputs)) == spans(forward_size(2, 2).parts(rows, 2))
-    two = torch.tensor([0, 1, 1, 0])
+    two = numbered(0, 1, 1, 0)
     assert len(forward_size(4, 2).parts(rows, 2, two)) == 2
     assert spans(forward_size(4, 2, 3).parts(rows, 2, two)) == spans(forward_size(4, 2, 3).parts(rows, 2))
-    assert forward_size(4).parts(rows[:0], 2, two[:0]) == []
+    assert forward_size(4).parts(rows[:0], 2, numbered()) == []
 
 
 @pytest.mark.parametrize("elsewhere", range(1, 9))
 def test_every_process_has_as_many_forwards(elsewhere: int) -> None:
     """One whose rows have fewer inputs splits those of one input; each row is still in one forward."""
-    rows, inputs = torch.arange(16), torch.tensor([0] * 14 + [1] * 2)
+    rows, inputs = torch.arange(16), numbered(*[0] * 14, 1, 1)
     parts = [chunk for chunk, span in forward_size(2, 1, elsewhere).parts(rows, 2, inputs) if span == range(1)]
     assert len(parts) == max(1, -(-elsewhere // 2)) and all(len(chunk) for chunk in parts)
     assert sorted(torch.cat(parts).tolist()) == rows.tolist()

@@ -26,7 +26,8 @@ from retouch.engine import CheckpointError
 from retouch.families.base import TrainIpAdapter
 from retouch.families.diffusion import pack
 from retouch.families.flux_fill.spec import FluxFillModel
-from retouch.families.loading import load_model, tiny_path
+from retouch.families.loading import load_model
+from retouch.files.model_files import tiny_path
 from retouch.rollout.plan import ode_plan
 from retouch.rollout.sampler import (
     noise_for,

@@ -30,7 +30,7 @@ from retouch.observe.settings import scoring_differences
 from retouch.rewards import REWARDS
 from retouch.rewards.base import RewardEntry
 from retouch.rewards.client.config import RewardClientConfig
-from retouch.training.resume import changes_in_epoch
+from retouch.training.resume import changes
 from tests.command_line import Outcome, retouch
 from tests.conftest import small_run
 from tests.selection import default
@@ -95,7 +95,7 @@ def walk(config: RunConfig) -> Iterator[tuple[type[Section], str, str, list[str]
             if name == "from_judge":
                 continue  # in no stored file
             inside[name] = ANOTHER if inside[name] != ANOTHER else None
-            yield kind, name, f"{key}.{name}".lstrip("."), [found for found, *_ in changes_in_epoch(run, before, now)]
+            yield kind, name, f"{key}.{name}".lstrip("."), [found for found, *_ in changes(RunConfig, run, before, now)]
 
 
 def declares(kind: type[Section], name: str) -> tuple[str, str] | None:
@@ -366,7 +366,7 @@ def test_a_retired_option_of_another_value_is_refused_or_free(config: Callable[.
                 for part in key.split("."):
                     inside[part] = inside = dict(inside[part])
                 inside[name] = value
-                found = list(changes_in_epoch(run, before, now))
+                found = list(changes(RunConfig, run, before, now))
                 assert found in ([], [(f"{key}.{name}", ANOTHER, today, True)])
                 assert not found or value == ANOTHER
                 if "rewards" in key:
@@ -416,7 +416,7 @@ def test_a_gradient_that_was_recorded_is_not_left_out(config: Callable[..., RunC
 def keys(run: RunConfig, before: RunConfig) -> list[str]:
     """The options that are refused."""
     now, then = (one.model_dump(mode="json", serialize_as_any=True) for one in (run, before))
-    return [key for key, *_ in changes_in_epoch(run, then, now)]
+    return [key for key, *_ in changes(RunConfig, run, then, now)]
 
 
 @pytest.mark.parametrize("added", [False, True])

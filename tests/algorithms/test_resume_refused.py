@@ -22,7 +22,7 @@ from retouch.data.dataset import load_dataset
 from retouch.data.identity import item_key
 from retouch.engine import CheckpointError
 from retouch.families.embeddings import base_files
-from retouch.families.loading import tiny_path
+from retouch.files.model_files import tiny_path
 from retouch.rewards import REWARDS
 from retouch.training.experience import (
     Experience,

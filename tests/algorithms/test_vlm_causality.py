@@ -13,17 +13,14 @@ import torch
 
 from retouch.algorithms.vlm_grpo.images import ImageRequest, freeze, generate_images
 from retouch.algorithms.vlm_grpo.responses import Responses, chat_messages, encode_response, prepare_processor, tokenize
-from retouch.families.loading import (
-    component_path,
-    load_component,
-    tiny_path,
-)
+from retouch.families.loading import component_path, load_component
 from retouch.families.qwen.text import (
     ImageTextProcessor,
     prefix_length,
 )
 from retouch.families.qwen_image_edit.model import QwenImageEdit
 from retouch.families.qwen_image_edit.spec import QwenImageEditModel
+from retouch.files.model_files import tiny_path
 from retouch.rollout.sampler import to_uint8
 from retouch.tiny.edits import (
     COLOURS,

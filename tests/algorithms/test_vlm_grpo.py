@@ -544,7 +544,7 @@ def test_a_rewritten_prompt_is_encoded_as_the_pipeline_would(parts_of: Any) -> N
     assert torch.allclose(states[0], stock("paint it blue", [example.source]), atol=1e-5)  # type: ignore[list-item]
 
 
-def test_negatives_are_the_bases_and_kept(parts_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negatives_are_the_bases_and_kept(parts_of: Any) -> None:
     parts, arguments = parts_of(rollout__guidance_scale=4.0)
     judge, examples = CompletionScorer(parts), [parts.data[0], parts.data[1], parts.data[0]]
     stock = ChatStates(parts.policy, parts.tokenizer, parts.processor, "edit", 256)
@@ -560,7 +560,7 @@ def test_negatives_are_the_bases_and_kept(parts_of: Any, monkeypatch: pytest.Mon
     assert judge.negatives(model, examples)[0] is found[0]
     namesake = replace(examples[1], id=examples[0].id, metadata={})  # evaluation data counts from 0, too
     assert judge.negatives(model, [namesake])[0] is found[1]
-    monkeypatch.setattr(vlm_scoring, "KEPT_NEGATIVES", 1)
+    judge._negatives.capacity = 1
     assert all(torch.equal(a, b) for a, b in zip(judge.negatives(model, examples), found, strict=True))
     assert len(judge._negatives) == 1
     parts.config.algorithm.__dict__["negative_encoder"] = "policy"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from retouch.families.loading import tiny_path
+from retouch.files.model_files import tiny_path
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = ("demo_gain.json", "demo_gain_30_minutes.json")

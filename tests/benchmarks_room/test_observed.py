@@ -203,8 +203,8 @@ def _stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "tiny_detector", lambda path: path)
     for module in (cases, text_cases):
         monkeypatch.setattr(module, "tiny_clip", lambda: "clip")
-    for module in ("imscore", "reading", "paddle"):
-        monkeypatch.setattr(f"retouch.rewards.scorers.{module}.importlib_version", lambda _: "1.0", raising=False)
+    for module in ("imscore", "reading"):
+        monkeypatch.setattr(f"retouch.rewards.scorers.{module}.installed_version", lambda _: "1.0")
     monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:1/v1")
     monkeypatch.setenv("JUDGE_MODEL", "judge")
 

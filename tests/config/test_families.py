@@ -14,8 +14,9 @@ from retouch.config.errors import models_of
 from retouch.core.rules import STEP_RULES, rules_of
 from retouch.families import FAMILIES
 from retouch.families.base import TINY_SIZE_MULTIPLE, Model
-from retouch.families.loading import family_class, tiny_path
+from retouch.families.loading import family_class
 from retouch.families.tiny import tiny_pipeline
+from retouch.files.model_files import tiny_path
 from retouch.types import Example
 
 

@@ -15,7 +15,7 @@ from diffusers import FluxTransformer2DModel
 
 from retouch.config import load_run
 from retouch.families.base import OtherTransformer
-from retouch.families.loading import tiny_path
+from retouch.files.model_files import tiny_path
 from retouch.observe.run_dir import read_metrics
 from tests.command_line import retouch
 

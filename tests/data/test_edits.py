@@ -14,12 +14,9 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from retouch.algorithms.vlm_grpo.responses import chat_messages, model_inputs, prepare_processor, tokenize
 from retouch.data.dataset import load_dataset
 from retouch.data.formats.manifest import ManifestData
-from retouch.families.loading import (
-    component_path,
-    load_component,
-    tiny_path,
-)
+from retouch.families.loading import component_path, load_component
 from retouch.families.qwen.text import ImageTextProcessor
+from retouch.files.model_files import tiny_path
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.fn import FnReward
 from retouch.tiny.editing import likeliest

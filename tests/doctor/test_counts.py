@@ -37,12 +37,9 @@ from retouch.engine.saved import complete_checkpoints
 from retouch.families import FAMILIES
 from retouch.families.base import FamilySpec, Model
 from retouch.families.image_encoder import TINY
-from retouch.families.loading import (
-    ModelFilesError,
-    load_model,
-    tiny_path,
-)
+from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.meta import released_networks
+from retouch.files.model_files import tiny_path
 from retouch.registry import load_attribute
 from tests.selection import cells, covering, rows
 from tests.tiny_models import tiny_model

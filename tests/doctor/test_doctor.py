@@ -21,8 +21,8 @@ from retouch.adapters.lora import FILE, add_lora
 from retouch.adapters.trainee import LoraWeights, make_trainable
 from retouch.config import load_run, parse_run
 from retouch.doctor.adapter import distillation_lines
-from retouch.doctor.diagnosis import Line
 from retouch.doctor.launch import launch_extras
+from retouch.doctor.line import Line
 from retouch.doctor.machine import Gpu, Gpus, extra_lines, find_gpus
 from retouch.doctor.memory import count_weights
 from retouch.doctor.model import find_model
@@ -31,8 +31,9 @@ from retouch.doctor.rewards import _problem, _remedy, needed_extras
 from retouch.families.base import DistillationLora
 from retouch.families.flux_fill.spec import FluxFillModel
 from retouch.families.image_encoder import TINY
-from retouch.families.loading import load_model, tiny_path
+from retouch.families.loading import load_model
 from retouch.families.qwen_image.spec import QwenImageModel
+from retouch.files.model_files import tiny_path
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.golden import golden_items
 from retouch.rewards.protocol import RewardItem

@@ -20,10 +20,8 @@ from retouch.families.base import DistillationLora, TrainLora
 from retouch.families.diffusion import pack
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.qwen.distillation import _read  # pyright: ignore[reportPrivateUsage]
-from retouch.families.qwen_image.model import (
-    NEGATIVE,
-    QwenImage,
-)
+from retouch.families.qwen.spec import NEGATIVE
+from retouch.families.qwen_image.model import QwenImage
 from retouch.families.qwen_image.spec import QwenImageModel
 from retouch.families.tiny import tiny_pipeline
 from retouch.rollout.plan import ode_plan

@@ -18,11 +18,9 @@ from retouch.families.diffusion import pack, unpack
 from retouch.families.loading import ModelFilesError, load_model
 from retouch.families.meta import released_networks
 from retouch.families.qwen.base import without_common_padding
+from retouch.families.qwen.spec import NEGATIVE
 from retouch.families.qwen.tiny import byte_qwen_tokenizer
-from retouch.families.qwen_image.model import (
-    NEGATIVE,
-    QwenImage,
-)
+from retouch.families.qwen_image.model import QwenImage
 from retouch.families.qwen_image.spec import QwenImageModel
 from retouch.families.tiny import tiny_pipeline
 from retouch.rollout.sampler import (

@@ -20,10 +20,8 @@ from retouch.algorithms.vlm_grpo.scoring import sources_of
 from retouch.families.base import TrainFull, TrainLora
 from retouch.families.diffusion import pack
 from retouch.families.loading import ModelFilesError, load_model
-from retouch.families.qwen.base import (
-    NEGATIVE,
-    unpadded,
-)
+from retouch.families.qwen.base import unpadded
+from retouch.families.qwen.spec import NEGATIVE
 from retouch.families.qwen.text import (
     ChatStates,
     chat,

@@ -95,8 +95,8 @@ OPTIONS = [
 @pytest.fixture(autouse=True)
 def _without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Revisions name versions of packages that this environment need not have."""
-    for module in ("imscore", "reading", "paddle"):
-        monkeypatch.setattr(f"retouch.rewards.scorers.{module}.importlib_version", lambda _: "1.0", raising=False)
+    for module in ("imscore", "reading"):
+        monkeypatch.setattr(f"retouch.rewards.scorers.{module}.installed_version", lambda _: "1.0")
     monkeypatch.setattr("retouch.rewards.scorers.paddle.version", lambda: "1.0")
     monkeypatch.setattr("retouch_bench.scorers.imgedit.read_questions", lambda path: {"add": path})
 

@@ -37,7 +37,7 @@ from tests.rewards.fakes import (
     serving,
     until,
 )
-from tests.rewards.test_wire import encoded
+from tests.rewards.test_wire import as_webp, encoded
 
 
 @pytest.fixture
@@ -46,10 +46,8 @@ def http() -> Iterator[httpx.Client]:
         yield client
 
 
-def multipart(
-    batch: Sequence[RewardItem], rewards: Sequence[str] = ("b",), deadline_ms: int = 5000, encoding: Any = "raw"
-) -> Any:
-    return encode_request(batch, rewards, "id", deadline_ms, encoding)
+def multipart(batch: Sequence[RewardItem], rewards: Sequence[str] = ("b",), deadline_ms: int = 5000) -> Any:
+    return encode_request(batch, rewards, "id", deadline_ms)
 
 
 def as_json(batch: Sequence[RewardItem], rewards: Sequence[str] = ("b",), **changes: Any) -> dict[str, Any]:
@@ -83,7 +81,7 @@ def test_json_and_multipart_score_the_same(http: httpx.Client) -> None:
         replies = [
             http.post(f"{url}/score", json=as_json(batch)).json(),
             http.post(f"{url}/score", files=multipart(batch)).json(),
-            http.post(f"{url}/score", files=multipart(batch, encoding="webp")).json(),
+            http.post(f"{url}/score", files=as_webp(multipart(batch))).json(),
         ]
     assert replies[0] == replies[1] == replies[2]
     assert [one["scores"]["b"]["value"] for one in replies[0]["items"]] == [brightness(one) for one in batch]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from retouch.adapters.formats import read_adapter
 from retouch.config import load_run
 from retouch.engine.saved import complete_checkpoints
-from retouch.families.loading import tiny_path
+from retouch.files.model_files import tiny_path
 from retouch.observe.run_dir import read_metrics
 from tests.configs.conftest import CONFIGS, shrink, signs
 from tests.tiny_models import UNUSED, tiny_calligrapher

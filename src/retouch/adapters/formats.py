@@ -119,7 +119,7 @@ def read_adapter(path: Path) -> AdapterFile:
     shape = _shape_of(tensors, path)
     expected = shape.tensors()
     unused = tuple(name for key, name in names.items() if key not in expected and not _adds_to(key, expected))
-    _same_keys({key: t for key, t in tensors.items() if names[key] not in unused}, expected, path)
+    require_same_keys({key: t for key, t in tensors.items() if names[key] not in unused}, expected, path)
     for key in expected:
         if not bool(tensors[key].float().isfinite().all()):  # fp8 has no isfinite
             raise AdapterFileError(f"{path}: {names[key]} contains NaN or Inf")
@@ -172,15 +172,6 @@ def write_bin(path: Path, tensors: Mapping[str, Tensor]) -> None:
         section, _, rest = key.partition(".")
         nested.setdefault(names.get(section, section), {})[rest] = tensor
     torch.save(nested, path)
-
-
-def check_tensors(tensors: Mapping[str, Tensor], shape: AdapterShape, where: str) -> None:
-    """Check that keys and shapes are exactly those of `shape`.
-
-    Raises:
-        AdapterFileError: with the first keys that are missing, unknown or of another shape.
-    """
-    _same_keys(tensors, shape.tensors(), Path(where))
 
 
 def _inside(name: str) -> str:
@@ -249,7 +240,8 @@ def _shape_of(tensors: Mapping[str, Tensor], path: Path) -> AdapterShape:
     return AdapterShape(head, width, flat // token_width, token_width, inner)
 
 
-def _same_keys(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
+def require_same_keys(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Raises: AdapterFileError: with the first keys that are missing, unknown or of another shape."""
     missing = [key for key in expected if key not in tensors]
     extra = [key for key in tensors if key not in expected]
     wrong = [

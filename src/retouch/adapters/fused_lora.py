@@ -26,6 +26,8 @@ class FusedLinear(Linear):
     def _factors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, float] | None:
         """A, B and the scale of the one active LoRA; None where the layer has other options of peft, is off or merged,
         or under ZeRO-3, which gathers a factor when its own module is called."""
+        # peft's own forward stays wherever it computes more than W x + s B A x: the fused product has no place for
+        # dropout, biases, variants, or a second adapter.
         if (
             args
             or kwargs

@@ -32,7 +32,7 @@ from retouch.adapters.projections import TokenProjection
 from retouch.adapters.shape import AdapterShape, Head
 from retouch.config.errors import ConfigError
 from retouch.families import FAMILIES
-from retouch.families.base import AdapterFacts
+from retouch.families.facts import AdapterFacts
 from retouch.registry import load_attribute
 
 EPS = 1e-5
@@ -200,19 +200,14 @@ class IpProcessor(nn.Module):
         )
 
 
-def adapter_hosts() -> dict[str, AdapterFacts]:
-    """Class of a network -> facts of the adapter that it takes."""
-    specs = [section.spec for section in FAMILIES.available().values()]
-    return {spec.adapter.network: spec.adapter for spec in specs if spec.adapter is not None}
-
-
 def host_of(network: Any) -> Host:
     """The host of a network.
 
     Raises:
         ConfigError: a network without a host, or one that has an adapter already.
     """
-    name, hosts = type(network).__name__, adapter_hosts()
+    specs = [section.spec for section in FAMILIES.available().values()]
+    name, hosts = type(network).__name__, {s.adapter.network: s.adapter for s in specs if s.adapter is not None}
     if name not in hosts:
         raise ConfigError(f"a style adapter cannot be put into a {name}; it can into: {', '.join(hosts)}")
     if isinstance(getattr(network, "encoder_hid_proj", None), nn.Module):

@@ -20,7 +20,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from retouch.adapters.formats import AdapterFile, check_tensors, describe_unused, read_adapter
+from retouch.adapters.formats import AdapterFile, describe_unused, read_adapter, require_same_keys
 from retouch.adapters.hosts import Host, host_of
 from retouch.adapters.shape import AdapterShape, Head
 from retouch.config.errors import ConfigError
@@ -70,7 +70,7 @@ class IpAdapter:
         Raises:
             AdapterFileError: keys or shapes that do not match exactly; nothing is filled in then.
         """
-        check_tensors(tensors, self.shape, "adapter")
+        require_same_keys(tensors, self.shape.tensors(), Path("adapter"))
         for key, own in self.tensors().items():
             own.copy_(tensors[key])
 

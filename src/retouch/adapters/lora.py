@@ -92,7 +92,8 @@ def load_lora(folder: Path, prefix: str = "transformer") -> dict[str, Tensor]:
     wrong = [key for key in tensors if not key.startswith(f"{prefix}.") or ".lora_" not in key]
     if wrong:
         raise ValueError(f"{FILE}: unexpected key {wrong[0]!r}; LoRA of {prefix!r} is expected")
-    return {_parameter_name(key.removeprefix(f"{prefix}.")): t for key, t in tensors.items()}
+    names = {key: key.removeprefix(f"{prefix}.").removesuffix(".weight") for key in tensors}
+    return {f"{names[key]}.{ADAPTER}.weight": t for key, t in tensors.items()}
 
 
 def folded_lora(folder: Path, prefix: str) -> tuple[dict[str, Tensor], int]:
@@ -129,7 +130,3 @@ def lora_shape(folder: Path, prefix: str = "transformer") -> tuple[int, float, l
 
 def _file_name(parameter: str) -> str:
     return parameter.replace(f".{ADAPTER}.weight", ".weight")
-
-
-def _parameter_name(key: str) -> str:
-    return key.removesuffix(".weight") + f".{ADAPTER}.weight"

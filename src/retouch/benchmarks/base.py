@@ -97,6 +97,11 @@ class PublishedRow:
     numbers: Mapping[str, float]
     source: str
 
+    @classmethod
+    def table(cls, source: str, measures: Sequence[str], *rows: tuple[Any, ...]) -> tuple[PublishedRow, ...]:
+        """Rows of a model and its number of each measure."""
+        return tuple(cls(model, dict(zip(measures, numbers, strict=True)), source) for model, *numbers in rows)
+
 
 @dataclass(frozen=True)
 class Official:
@@ -169,6 +174,8 @@ class Benchmark(Section):
     """Name in tables."""
     source: ClassVar[str]
     """Paper and place of the data."""
+    section: ClassVar[type[DataSection]]
+    """Format of the data, unless the benchmark has a `data` of its own."""
     official: ClassVar[Official] = Official()
     file: ClassVar[str] = "{key}.png"
     """`file_name` with the `key`, the `id` and the metadata of an item, and the `index` of the output."""
@@ -195,9 +202,13 @@ class Benchmark(Section):
         self._path_key = key
         return self
 
-    @abstractmethod
     def data(self) -> DataSection:
-        """How the published data at `path` are read."""
+        """How the published data at `path` are read. Here: by `section`, with the options of the benchmark that it has
+        under the same name, and with images brought to the official size as a whole."""
+        kind = type(self).section
+        fit = {"fit": "stretch"} if "fit" in kind.model_fields else {}
+        own = {"path", *type(self).model_fields.keys() - Benchmark.model_fields.keys()} & kind.model_fields.keys()
+        return self.sized(kind(**fit, **{name: getattr(self, name) for name in own}))
 
     def file_name(self, item: ItemFiles, index: int) -> str:
         """Official name of an output, with its suffix, relative to the folder of outputs. Different for all outputs."""

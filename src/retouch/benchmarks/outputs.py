@@ -142,8 +142,3 @@ def item_digest(item: ItemFiles) -> str:
 def image_key(item: ItemFiles) -> str:
     """Identity of everything that a model reads of an item; samples of this package carry it."""
     return f"{item_key(item):016x}"
-
-
-def digest_of(parts: Sequence[str]) -> str:
-    """SHA-256 of some digests in their order."""
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from retouch.algorithms import ALGORITHMS
+from retouch.config.load import read_yaml
 from retouch.config.published import PREFIX, is_run_file, published_files
 from retouch.families.base import SHORT_NAMES
 
@@ -63,14 +64,6 @@ _CHOICE = ("model_type", "use_rl", "rl_method", "use_ema")
 """Flags that choose the run file, or what every published one has."""
 
 _FALSE = ("false", "False", "0", "no")
-
-_WITH_OCR = frozenset(
-    {
-        *("flux_fill", "flux_fill_ip", "flux_fill_ip_vlm_ocr", "sd_inpaint", "sd_inpaint_ip", "sdxl_inpaint"),
-        *("sd3", "qwen_image", "qwen_image_ip", "qwen_image_21"),
-    }
-)
-"""Those whose files have the reward `ocr`."""
 
 _SWITCHED = ("sft", "grpo", "ppo", "dpo", "nft")
 """Algorithms that `algorithm.name` alone makes of a file of GRPO."""
@@ -223,7 +216,9 @@ def _typed(flag: str, value: str, kind: str, algorithm: str) -> list[str]:
         return [f"{key}={'batch' if value in _FALSE else 'group'}"]
     if flag == "resume_from_checkpoint":
         return [f"{key}={'auto' if value == 'latest' else value}"]
-    added = "_vlm_" not in kind if flag == "vlm_weight" else bool(kind) and kind not in _WITH_OCR
-    if flag in ("vlm_weight", "ocr_weight") and added:
-        return [f"{key.removesuffix('.weight')}={{weight: {value}}}"]
+    if flag in ("vlm_weight", "ocr_weight"):
+        # every published kind has a file of GRPO; a file of one's own is taken to read text and to ask no judge
+        rewards = read_yaml(published_files()[f"{kind}_grpo"])["rewards"] if kind else {"ocr"}
+        if key.split(".")[1] not in rewards:
+            return [f"{key.removesuffix('.weight')}={{weight: {value}}}"]
     return [f"{key}={value}"]

@@ -75,7 +75,7 @@ def label(
     goal: Annotated[int, typer.Option(min=1, help="Votes of a voter that the page counts towards.")] = 300,
     seed: Annotated[int, typer.Option(help="Seed of order and sides.")] = 0,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0: a free one.")] = 0,
-    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    open_it: Open = False,
     trust: Trust = False,
 ) -> None:
     """Serve a page on loopback to vote on images, until interrupted, and print what the votes can train."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -84,12 +85,16 @@ def score(
     device: Device = "cpu",
 ) -> None:
     """Score one image and print the result as JSON."""
-    from retouch.rewards.probe import score_one
+    from retouch.rewards.probe import asking, item_of
     from retouch.rewards.server.launch import requested_one
+    from retouch.types import Failure
 
     given = requested_one(reward, options)
-    outcome, failed = score_one(reward, image, prompt, mask, source, url, wait, reference, given, device)
-    typer.echo(json.dumps(outcome, indent=2, ensure_ascii=False))
+    item = item_of(image, prompt, mask, source, reference)
+    with asking(reward, url, wait, given, device) as ask:
+        (outcome,) = ask([item])
+    failed = isinstance(outcome, Failure)
+    typer.echo(json.dumps({"error": asdict(outcome)} if failed else asdict(outcome), indent=2, ensure_ascii=False))
     if failed:
         raise typer.Exit(1)
 

@@ -325,7 +325,9 @@ def cost_lines(run: RunConfig, known: Cost) -> list[str]:
 def details_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
     """(what, numbers) of a forward."""
     if isinstance(run.algorithm, Objective):
-        yield "a forward", forward_told(run)
+        cpu, gpu = (rows_per_forward(run, device) for device in ("cpu", "gpu"))
+        where = f" on a CPU, {gpu} on a GPU" if cpu != gpu else ""
+        yield "a forward", f"{cpu} rows of the network in training{where}"
     if known.tflop_per_forward is not None and known.tflops is not None:
         size = " x ".join(map(str, pixels_of(run.data)))
         yield "TFLOP", f"{known.tflop_per_forward:.3g} a forward at {size}"
@@ -362,12 +364,6 @@ def told_of(run: RunConfig, known: Cost) -> Iterator[tuple[str, str]]:
         yield "disk", f"{each * count:,.1f} GiB: {count} checkpoints of {each:.1f} GiB"
     for why in known.unknown:
         yield "not known", why
-
-
-def forward_told(run: RunConfig) -> str:
-    """Rows of the network in a training forward, by the kind of device."""
-    cpu, gpu = (rows_per_forward(run, device) for device in ("cpu", "gpu"))
-    return f"{cpu} rows of the network in training" + (f" on a CPU, {gpu} on a GPU" if cpu != gpu else "")
 
 
 def reward_told(one: ScoringCost) -> str:

@@ -181,6 +181,7 @@ def require_even_share(run: RunConfig, per_device: int, world_size: int, what: s
     rows, unit = run.optimizer.global_batch_size, per_device * world_size
     if rows is None or rows % unit == 0:
         return
+    # Rounding the step to what the processes can share would make another run of it, which only its curve would show.
     fits = [count for count in range(1, rows // per_device + 1) if rows % (count * per_device) == 0]
     nearest = [
         max((n for n in fits if n < world_size), default=None),

@@ -119,6 +119,7 @@ class TrainingConfig(Section):
             raise ValueError(problem)
         given = self.stop_on_plateau
         told = f"{key}.stop_on_plateau: given {str(given).lower() if given is True else given}"
+        # evaluations score every image alone: no plateau can be judged by a reward that compares those of a group
         scored = {name: entry for name, entry in run.rewards.items() if not entry.compares_group()}
         trained = [n for n, e in scored.items() if e.role == "train" and (e.weight or e.gradient_weight)]
         if given is True and not trained:

@@ -111,6 +111,7 @@ def discover(path: Path) -> Found:
         raise DataError(f"FOLDER: given {path}; no such file or folder")
     if not _is_utf8(path):
         raise DataError(f"FOLDER: given {path}, a name that is not UTF-8, which no run file can hold; rename it")
+    # By the marks of a format, then by the content of a list, then by names alone: each guesses more than the last.
     section = recognised(path, _SIZE) or _manifest_in(path, _SIZE)
     found = Found("", [], "") if section is None else _as_listed(section)
     if not found.items and path.is_dir():

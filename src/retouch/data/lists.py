@@ -96,6 +96,7 @@ def parsed(text: str, where: str, remedy: str | None = None) -> Any:
         raise DataError(f"{where}: not valid JSON: {error.msg}{remedy or f' (line {error.lineno})'}") from None
     except ValueError as error:
         raise DataError(f"{where}: not valid JSON: {error}") from None
+    # The text is searched before the values are walked: a list may have a million entries, and hardly one has either.
     if "\\u0000" in text and "\\u0000" in json.dumps(value, ensure_ascii=False):
         raise DataError(f"{where}: holds a null character")
     if _MAY_BE_INFINITE.search(text) and (path := _infinite(value)) is not None:

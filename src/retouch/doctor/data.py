@@ -28,6 +28,7 @@ def data_lines(run: RunConfig, world_size: int, check_prompts: CheckPrompts | No
     Args:
         check_prompts: of `load_dataset`; None where the model is not on this machine.
     """
+    # A section that cannot be read must not hide the problems of the others: only comparisons with it are left out.
     read: dict[str, Dataset] = {}
     for name, section in data_sections(run).items():
         warnings: list[str] = []

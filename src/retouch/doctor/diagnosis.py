@@ -20,8 +20,6 @@ from retouch.doctor.networks import build_networks
 from retouch.doctor.rewards import needed_extras, reward_lines
 from retouch.families.prompts import PromptCheck
 
-__all__ = ["Line", "diagnose", "table"]
-
 
 def diagnose(run: RunConfig | None = None, world_size: int = 1) -> list[Line]:
     """Every check of the machine, and of a run on `world_size` processes."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from retouch.doctor.line import GIB, Line, size
 from retouch.errors import first_line
-from retouch.process.machine import nvidia_smi
+from retouch.process.machine import installed_version, nvidia_smi
 
 EXTRAS = {
     "train": ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "huggingface_hub"),
@@ -75,6 +75,8 @@ def extra_lines(needed: Collection[str] | None, optional: Mapping[str, str]) -> 
     """
     version = importlib.metadata.version("retouch")
     yield Line("ok", "retouch", f"{version}, Python {sys.version.split()[0]}, {platform.platform()}")
+    # A missing package is to fix only where it is known to be needed: without a run file the user may train anything,
+    # and with one most extras may stay away.
     for extra in ("", *EXTRAS):
         problems = [problem for name, least in _required(extra) if (problem := _problem(name, least))]
         what = f"extra {extra}" if extra else "base packages"
@@ -104,9 +106,7 @@ def _required(extra: str) -> list[tuple[str, str]]:
 
 
 def _problem(name: str, least: str) -> str | None:
-    try:
-        found = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+    if not (found := installed_version(name, "")):
         return f"{name} is not installed"
     return f"{name} is {found}, at least {least} is needed" if _numbers(found) < _numbers(least) else None
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from retouch.config.errors import ConfigError
 from retouch.doctor.model import FoundModel, loaded
 from retouch.errors import first_line
-from retouch.families.base import AdapterFacts, FamilySpec, Model, TrainIpAdapter
+from retouch.families.base import FamilySpec, Model, TrainIpAdapter
+from retouch.families.facts import AdapterFacts
 from retouch.files import plain_json
 from retouch.files.hub import hub_problem, refusal
 from retouch.files.model_files import tiny_path

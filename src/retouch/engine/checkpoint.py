@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,22 +46,20 @@ LoadWeights = Callable[[Path], Mapping[str, Tensor]]
 """The inverse, exact."""
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Writes and reads the checkpoints of one run.
 
-    Args:
+    Attributes:
         root: the run's `checkpoints` directory.
         keep: number of the newest to keep in addition to pinned ones; None keeps all.
     """
 
-    def __init__(
-        self, root: Path, save_weights: SaveWeights, load_weights: LoadWeights, keep: int | None = None
-    ) -> None:
-        self.root = root
-        self._save_weights = save_weights
-        self._load_weights = load_weights
-        self.keep = keep
-        self._is_readable = False
+    root: Path
+    save_weights: SaveWeights
+    load_weights: LoadWeights
+    keep: int | None = None
+    _is_readable: bool = field(default=False, init=False)
 
     def save(
         self,
@@ -125,7 +124,7 @@ class Checkpoints:
         if not engine.is_main:
             return
         if name in (None, "ema"):
-            self._save_weights(weights, writing / (name or "weights"))
+            self.save_weights(weights, writing / (name or "weights"))
             return
         (writing / "snapshots").mkdir(exist_ok=True)
         _save_tensors(weights, writing / "snapshots" / f"{name}.safetensors")
@@ -152,9 +151,9 @@ class Checkpoints:
             tensors = _rows_of_rank(rollouts, engine) if rollouts.exists() else None
             snapshots = {file.stem: load_file(file) for file in sorted((folder / "snapshots").glob("*.safetensors"))}
         try:
-            weights = self._load_weights(folder / "weights")
+            weights = self.load_weights(folder / "weights")
             if (folder / "ema").is_dir():
-                snapshots["ema"] = dict(self._load_weights(folder / "ema"))
+                snapshots["ema"] = dict(self.load_weights(folder / "ema"))
         except ValueError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         named = {"weights": weights, **snapshots, "optimizer": tensors_of(optimizer)}

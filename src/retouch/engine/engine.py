@@ -236,6 +236,7 @@ class Engine:
         if not self._between_cpus:
             everyones = self.gather_list([dict(tensors)])
             return everyones if self.is_main else []
+        # a receiver must have the memory first, and ranks have different numbers of rows
         shapes = self.gather_list([{name: (t.dtype, t.shape) for name, t in tensors.items()}])
         if not self.is_main:
             for tensor in tensors.values():

@@ -98,7 +98,8 @@ class Zero:
         self.network: Any = deepspeed.initialize(model=network, optimizer=self.optimizer, config=settings)[0]
         self.network.eval()
         self._zero: Any = self.network.optimizer
-        for flat in self._flat_pieces():
+        zero = self._zero
+        for flat in zero.single_partition_of_fp32_groups if self.whole_weights else zero.fp32_partitioned_groups_flat:
             step = torch.zeros((), dtype=torch.float32, device=flat.device if flat.is_cuda else None)
             moments = {name: torch.zeros_like(flat, requires_grad=False) for name in MOMENTS}
             self.optimizer.state[flat] = {"step": step, **moments}
@@ -148,14 +149,6 @@ class Zero:
                 self._set_moment(parameter, name, entry[name].to(self.network.device))
             for flat in self.optimizer.state.values():
                 flat["step"].fill_(entry["step"])
-
-    def _flat_pieces(self) -> list[Tensor]:
-        """The flat shards that AdamW steps."""
-        return (
-            self._zero.single_partition_of_fp32_groups
-            if self.whole_weights
-            else self._zero.fp32_partitioned_groups_flat
-        )
 
     def _moment(self, parameter: nn.Parameter, name: str) -> Tensor:
         if self.whole_weights:

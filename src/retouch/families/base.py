@@ -15,7 +15,7 @@ from retouch.config.base import Positive, Section, Text
 from retouch.config.reads import ReadBy
 from retouch.errors import log_once
 from retouch.families import FAMILIES
-from retouch.families.facts import AdapterFacts, FamilySpec
+from retouch.families.facts import FamilySpec as FamilySpec
 from retouch.families.trained import Train, TrainFull, TrainIpAdapter, TrainLora
 from retouch.files.hub import cached, is_hub_id
 from retouch.files.model_files import Damaged, json_object
@@ -23,25 +23,6 @@ from retouch.registry import Chosen
 
 if TYPE_CHECKING:
     from retouch.config.run import RunConfig
-
-__all__ = [
-    "PROMPT_TOKENS",
-    "SHORT_NAMES",
-    "TINY_SIZE_MULTIPLE",
-    "AdapterFacts",
-    "Attention",
-    "DistillationLora",
-    "FamilySpec",
-    "Model",
-    "ModelSection",
-    "OtherTransformer",
-    "Quantization",
-    "Train",
-    "TrainFull",
-    "TrainIpAdapter",
-    "TrainLora",
-    "patches",
-]
 
 logger = logging.getLogger(__name__)
 

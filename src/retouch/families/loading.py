@@ -29,7 +29,6 @@ from retouch.files.model_files import (
     incomplete_weights,
     named_parts,
     pipeline_index,
-    tiny_path,
     transformer_path,
 )
 from retouch.registry import load_attribute, load_named
@@ -37,24 +36,6 @@ from retouch.registry import load_attribute, load_named
 if TYPE_CHECKING:
     from retouch.families.base import Model, OtherTransformer
     from retouch.types import DiffusionModel
-
-__all__ = [
-    "DTYPES",
-    "ModelFilesError",
-    "component_path",
-    "family_class",
-    "is_there",
-    "load_component",
-    "load_model",
-    "load_network",
-    "newer_settings",
-    "pipeline_index",
-    "reading_variant",
-    "stored_dtype",
-    "tiny_path",
-    "transformer_folder",
-    "transformer_path",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -62,7 +62,8 @@ class PromptCheck:
         try:
             readers = self._readers(embedded=all_embedded(items))
         except (ModelFilesError, ConfigError, ImportError, NotImplementedError) as error:
-            return ([f"prompts are not counted: {_reason(error)}"] if self.local else []), {}
+            reason = "that needs the train extra" if isinstance(error, ImportError) else str(error)
+            return ([f"prompts are not counted: {reason}"] if self.local else []), {}
         cut = {name: self._cut(reader, section, items) for name, reader in readers.items()}
         by_all = set[int].intersection(*map(set, cut.values())) if cut else set[int]()
         lost = self._lost(readers, section, {p: items[p] for p in sorted(by_all)})
@@ -274,7 +275,3 @@ def _downloaded(hub_id: str) -> str:
     if not isinstance(index, str):
         raise ModelFilesError(f"{hub_id} is not on this machine")
     return str(Path(index).parent)
-
-
-def _reason(error: Exception) -> str:
-    return "that needs the train extra" if isinstance(error, ImportError) else str(error)

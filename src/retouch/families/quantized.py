@@ -42,7 +42,11 @@ def quantize_blocks(network: nn.Module, scheme: Quantization | None, device: tor
     """
     if scheme is None:
         return
-    require_quantizer(scheme)
+    if scheme == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "model.quantize: given 'nf4', which needs bitsandbytes: pip install \"retouch[quantize]\", or set "
+            "model.quantize=int8"
+        )
     for name in block_matrices(network):
         parent, _, child = name.rpartition(".")
         holder: Any = network.get_submodule(parent)
@@ -51,15 +55,6 @@ def quantize_blocks(network: nn.Module, scheme: Quantization | None, device: tor
             holder[int(child)] = layer
         else:
             setattr(holder, child, layer)
-
-
-def require_quantizer(scheme: Quantization) -> None:
-    """Raise ConfigError where the library of a scheme is not installed."""
-    if scheme == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "model.quantize: given 'nf4', which needs bitsandbytes: pip install \"retouch[quantize]\", or set "
-            "model.quantize=int8"
-        )
 
 
 def block_matrices(network: nn.Module) -> list[str]:

@@ -109,7 +109,7 @@ class Autoencoder:
         with (
             fitting(f"while decoding {len(latents)} images", _LESS),
             self.placement.on_device(),
-            _keeping_inf(self.vae),
+            self.vae.decoder.register_forward_hook(_nan_for_inf),
         ):
             return self._decode(latents.float()).float().clamp(-1, 1)
 
@@ -197,19 +197,9 @@ class QwenAutoencoder(Autoencoder):
         return latents.to(self.device, self.vae.dtype)[:, :, None]
 
 
-@contextmanager
-def _keeping_inf(vae: Any) -> Iterator[None]:
-    """Inside, the decoder returns NaN in place of Inf, of which a clamp, also that of diffusers, would make white or
-    black."""
-
-    def without_inf(_: nn.Module, __: object, decoded: Tensor) -> Tensor:
-        return decoded.masked_fill(decoded.isinf(), torch.nan)
-
-    handle = vae.decoder.register_forward_hook(without_inf)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _nan_for_inf(_: nn.Module, __: object, decoded: Tensor) -> Tensor:
+    """NaN in place of Inf, of which a clamp, also that of diffusers, would make white or black."""
+    return decoded.masked_fill(decoded.isinf(), torch.nan)
 
 
 def decoder_blocks(decoder: Any) -> list[nn.Module]:
@@ -256,11 +246,8 @@ def gradient_bytes(autoencoder: Autoencoder, latents: Tensor) -> tuple[int, int]
 
     with ExitStack() as hooks:
         for number, block in enumerate(decoder_blocks(autoencoder.vae.decoder)):
-            for handle in (
-                block.register_forward_pre_hook(partial(enter, number)),
-                block.register_forward_hook(leave),
-            ):
-                hooks.callback(handle.remove)
+            hooks.enter_context(block.register_forward_pre_hook(partial(enter, number)))
+            hooks.enter_context(block.register_forward_hook(leave))
         hooks.enter_context(torch.enable_grad())
         hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
         autoencoder.decode_unclamped(latents.requires_grad_())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import sys
 import time
-from functools import cache
 from typing import Any
 
 from retouch.observe.measuring import Measurement
+from retouch.process.machine import installed_version
 
 PACKAGES = (
     "retouch",
@@ -33,7 +32,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := installed_version(name, ""))},
         "gpus": Measurement("names of the GPUs in environment.json").take(_gpu_names) or [],
         "processes": int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1,  # as `Engine`
         "threads": torch.get_num_threads(),
@@ -47,12 +46,3 @@ def _gpu_names() -> list[str]:
     import torch
 
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
-
-
-@cache
-def _version(package: str) -> str | None:
-    """The version of a package, None where it is not installed. Looking it up takes milliseconds."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

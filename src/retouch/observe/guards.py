@@ -282,6 +282,7 @@ def evaluation_alarms(
     """
     if not earlier:
         return []
+    # every evaluation compares again, with every gold reward: at one level for each, long runs would alarm by chance
     level = gold_level(len(earlier), max(1, len(gold)))
     compared = gold_comparisons(earlier, now, weights, gold)
     if len(earlier) == 1 and (unjudged := [name for name in gold if name not in compared]):

@@ -86,6 +86,7 @@ class StepLog:
     def see(self, record: Mapping[str, Any]) -> None:
         """Add a record of any kind."""
         left = self._time_left()
+        # TRL's steps have a reward of their own; elsewhere that of the last rollouts is reported with the steps on them
         if record["kind"] == "rollout":
             self._reward = record.get("combined_score")
         if record["kind"] == "eval" and self._told is None and left:

@@ -206,6 +206,7 @@ class RunDir:
         record: dict[str, Any] = {"step": step, "kind": kind, **finite}
         if seconds is not None:
             record["time"] = {name: round(value, 4) for name, value in seconds.items()}
+        # the file comes first: a resumed run reads it, and it must hold what the bar or a sink has shown
         self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
         self._metrics.flush()
         for watcher in self._watchers:

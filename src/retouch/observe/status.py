@@ -83,6 +83,7 @@ def status_of(run: Path, config: Record, records: Sequence[Record], *, live: boo
 
 def _state(run: Path, last: Record) -> tuple[str, str]:
     """The state, and what a sentence adds to the step."""
+    # The lock comes before the records: a killed run leaves no event, and a resumed one has that of its former end.
     holder, host = lock_holder(run)
     event = last.get("event")
     if holder == "other" or (holder == "own" and event is None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
 import re
 import shutil
@@ -170,3 +171,11 @@ def nvidia_smi() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+
+
+def installed_version(package: str, otherwise: str = "missing") -> str:
+    """Version of a package; `otherwise` where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return otherwise

@@ -35,35 +35,6 @@ _ANSWER_S = 5.0
 _LABELLED = {"image", "prompt", "mask", "source", "reference", "text", "label"}
 
 
-def score_one(
-    reward: str,
-    image: Path,
-    prompt: str,
-    mask: Path | None,
-    source: Path | None,
-    url: str | None,
-    wait_s: float = 0.0,
-    reference: Path | None = None,
-    options: Mapping[str, Any] | None = None,
-    device: str = "cpu",
-) -> tuple[dict[str, Any], bool]:
-    """Score in this process or on a server -> (the outcome as JSON values, whether it failed).
-
-    Args:
-        wait_s: seconds that a server may take to be ready.
-        options, device: of a scorer of this process.
-
-    Raises:
-        ImageProblem, ConfigError: unusable arguments, or no server.
-    """
-    item = item_of(image, prompt, mask, source, reference)
-    with asking(reward, url, wait_s, options, device) as ask:
-        (outcome,) = ask([item])
-    if isinstance(outcome, Score):
-        return {"value": outcome.value, "detail": dict(outcome.detail)}, False
-    return {"error": {"code": outcome.code, "message": outcome.message, "retryable": outcome.retryable}}, True
-
-
 def item_of(
     image: Path, prompt: str, mask: Path | None = None, source: Path | None = None, reference: Path | None = None
 ) -> RewardItem:

@@ -38,7 +38,6 @@ FORMATS = ("PNG", "WEBP", "JPEG")
 """Formats of encoded images. Not everything that Pillow can open: EPS, for example, starts a program."""
 
 Mode = Literal["RGB", "L"]
-Encoding = Literal["raw", "webp"]
 Part = tuple[str, bytes, str]
 """(file name, body, content type), as httpx takes it."""
 
@@ -115,7 +114,7 @@ class Share:
 
 
 def encode_request(
-    items: Sequence[RewardItem], rewards: Sequence[str], request_id: str, deadline_ms: int, encoding: Encoding = "raw"
+    items: Sequence[RewardItem], rewards: Sequence[str], request_id: str, deadline_ms: int
 ) -> dict[str, Part]:
     """Multipart parts of a request. Equal images (the source of a group) are sent once."""
     parts: dict[str, Part] = {}
@@ -123,7 +122,7 @@ def encode_request(
     def put(pixels: Pixels) -> str:
         name = hashlib.blake2b(repr(pixels.shape).encode() + pixels.tobytes(), digest_size=12).hexdigest()
         if name not in parts:
-            body, content_type = encode_pixels(pixels, encoding)
+            body, content_type = encode_pixels(pixels)
             parts[name] = (name, body, content_type)
         return name
 
@@ -138,12 +137,8 @@ def encode_request(
     return {"manifest": ("manifest", manifest, "application/json"), **parts}
 
 
-def encode_pixels(pixels: Pixels, encoding: Encoding) -> tuple[bytes, str]:
-    """Lossless bytes of an image and their content type."""
-    if encoding == "webp":
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "WEBP", lossless=True, method=0)
-        return buffer.getvalue(), "image/webp"
+def encode_pixels(pixels: Pixels) -> tuple[bytes, str]:
+    """Raw bytes of an image and their content type."""
     height, width, *rest = pixels.shape
     channels = rest[0] if rest else 1
     return bytes(raw_bytes(pixels)), f"image/x-raw; height={height}; width={width}; channels={channels}"

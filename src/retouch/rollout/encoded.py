@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import starmap
 from typing import Literal, TypeVar, get_args
@@ -36,27 +36,21 @@ READERS = 4
 """Threads that read examples ahead."""
 
 
+@dataclass(eq=False)
 class EncodedData:
     """Conditions and latents of the images of a dataset by position.
 
-    Args:
+    Attributes:
         conditional: leave the negative prompt out of conditions, for losses on the conditional prediction.
     """
 
-    def __init__(
-        self,
-        model: DiffusionModel,
-        data: Dataset,
-        guidance_scale: float,
-        clock: Stopwatch,
-        *,
-        conditional: bool = False,
-    ) -> None:
-        self.model = model
-        self.data = data
-        self.guidance_scale = guidance_scale
-        self.clock = clock
-        self.conditional = conditional
+    model: DiffusionModel
+    data: Dataset
+    guidance_scale: float
+    clock: Stopwatch
+    conditional: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
         self._examples: LruCache[int, Example] = LruCache(CAPACITY)
         self._ahead: dict[int, Future[Example]] = {}
         self._conditions: LruCache[tuple[int, bool], Condition] = LruCache(CAPACITY)

@@ -33,7 +33,7 @@ from retouch.algorithms.vlm_grpo.images import ImageRequest, freeze, generate_im
 from retouch.data.sampler import derive_seed
 from retouch.families.loading import family_class
 from retouch.families.qwen.text import chat, template
-from retouch.families.tiny import tiny_pipeline
+from retouch.families.tiny import start_orthogonal, tiny_pipeline
 from retouch.rollout.sampler import to_uint8
 from retouch.tiny.edits import COLOURS, SIDE, THINGS, colour_share, draw_shape, instructions, painted
 from retouch.tiny.training import (
@@ -134,7 +134,9 @@ def build_edit(out: Path, seed: int = 0, schedule: EditingSchedule | None = None
 
 def train_vae(vae: Any, masks: Sequence[Image.Image], s: EditingSchedule, seed: int) -> None:
     """Reconstruction with noisy latents; then mean and std of the latents go to the config."""
-    _start_orthogonal(vae, seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "start"))
+        start_orthogonal(vae)
     random = Random(derive_seed(seed, "autoencoder"))
     noise = torch.Generator().manual_seed(derive_seed(seed, "autoencoder noise"))
 
@@ -313,20 +315,3 @@ def _language_parameters(model: Any) -> list[nn.Parameter]:
     model.requires_grad_(True)
     model.model.visual.requires_grad_(False)
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _start_orthogonal(vae: Any, seed: int) -> None:
-    """Orthogonal convolutions, the second of each block small: with the default weights this autoencoder loses colour
-    in its normalisations and learns several times slower. A single frame uses only the last of three time steps."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(derive_seed(seed, "start"))
-        for name, module in vae.named_modules():
-            if isinstance(module, nn.Conv3d):
-                last = torch.empty_like(module.weight[:, :, -1])
-                nn.init.orthogonal_(last)
-                module.weight.zero_()
-                module.weight[:, :, -1] = last * (0.1 if name.endswith("conv2") else 1.0)
-            elif isinstance(module, nn.Conv2d):
-                nn.init.orthogonal_(module.weight)
-            if isinstance(module, nn.Conv2d | nn.Conv3d) and module.bias is not None:
-                nn.init.zeros_(module.bias)

@@ -225,7 +225,8 @@ def evaluation_grid(examples: Sequence[Example], columns: dict[str, Evaluation],
 def _cells(evaluation: Evaluation) -> dict[int, tuple[Any, str]]:
     """Example -> its first image with the text that was read in it, of those that have one."""
     kept = zip(evaluation.rows, evaluation.images, strict=False)  # the first images are kept
-    return {row["example"]: (image, _reading(row)) for row, image in kept if row["index"] == 0}
+    first = {row["example"]: (image, row) for row, image in kept if row["index"] == 0}
+    return {e: (image, str(row["read"] or "(nothing)") if "read" in row else "") for e, (image, row) in first.items()}
 
 
 def save_evaluation(evaluation: Evaluation, folder: Path, images: int) -> None:
@@ -254,10 +255,6 @@ def masked_input(example: Example) -> np.ndarray[Any, Any]:
     if example.mask is not None:
         pixels[np.asarray(example.mask) >= MASK_THRESHOLD] = 127
     return pixels
-
-
-def _reading(row: dict[str, Any]) -> str:
-    return str(row["read"] or "(nothing)") if "read" in row else ""
 
 
 def _row(example: Example, index: int, image: np.ndarray[Any, Any], composite: np.ndarray[Any, Any]) -> dict[str, Any]:

@@ -182,12 +182,9 @@ def optimized(rewards: RewardTable) -> dict[str, float]:
 
 def _milestones(run: Run, step: int, after_warmup: bool, folder: Path) -> dict[str, Evaluation]:
     """Earlier evaluations that stand beside the one of a step in its grid: before the run, and after its warm-up."""
-    milestones = {
-        "before": 0,
-        "after warm-up": run.config.algorithm.supervised_steps(run.config) if after_warmup else 0,
-    }
-    if milestones["before"] == milestones["after warm-up"]:  # no warm-up: both are step 0
-        del milestones["after warm-up"]
+    milestones = {"before": 0}
+    if after_warmup and (end := run.config.algorithm.supervised_steps(run.config)):
+        milestones["after warm-up"] = end
     images_at = images_of(read_metrics(run.dir.path / "metrics.jsonl"))
     columns: dict[str, Evaluation] = {}
     other = alike_after(run.dir.path)

@@ -199,7 +199,8 @@ def _may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: 
     """The comparison of `may_go_on`; `base` None leaves out the files of the model."""
     before, now = with_new_names(saved_run_file(state, folder)), yaml12.parse(dump_run(config))
     for section in ("optimizer", "algorithm"):  # an option that is missing in the checkpoint did not exist yet
-        before[section] = {**_own_defaults(getattr(config, section)), **before[section]}
+        own: Section = getattr(config, section)
+        before[section] = {**_defaults(type(own), dict(own)), **before[section]}
     for name in ("state", "factory"):
         _same(folder, "was written under", "optimizer", name, before, now, NEW_RUN)
     after_warmup = state["progress"]["phase"] == "rl"
@@ -212,7 +213,7 @@ def _may_go_on(folder: Path, state: Mapping[str, Any], config: RunConfig, base: 
     if after_warmup and "reference" in config.algorithm.snapshots:
         _same(folder, "keeps the reference of", "algorithm", "kl_reference", before, now, NEW_RUN)
     if (folder / "rollouts.safetensors").exists():
-        for key, then, given, is_retired in changes_in_epoch(config, before, now):
+        for key, then, given, is_retired in changes(RunConfig, config, before, now):
             if is_retired:
                 raise CheckpointError(
                     f"{folder}: lies inside an epoch of {key}={then}, an option of earlier versions; every run has "
@@ -238,19 +239,6 @@ def _require_same_warm_up(
         )
 
 
-def changes_in_epoch(
-    config: RunConfig, before: Mapping[str, Any], now: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, Any, bool]]:
-    """Every option that what an epoch has recorded depends on and that differs -> (key, value then, value now, whether
-    the option is retired).
-
-    Args:
-        before: the run file of the checkpoint, under names of today. An option that is missing in it had its default.
-        now: that of `config`.
-    """
-    return _changes(RunConfig, config, before, now)
-
-
 def _warn_of_changes(saved: Mapping[str, Any], config: RunConfig) -> None:
     """Log every option that differs from the run file of a checkpoint. One that did not exist yet had its default, or
     that of before there was its key."""
@@ -258,12 +246,12 @@ def _warn_of_changes(saved: Mapping[str, Any], config: RunConfig) -> None:
     for key, default in EARLIER_DEFAULTS.items():
         section, _, option = key.partition(".")
         before[section] = {option: default, **before[section]}
-    for key, then, given, _ in _changes(RunConfig, config, before, yaml12.parse(dump_run(config)), every=True):
+    for key, then, given, _ in changes(RunConfig, config, before, yaml12.parse(dump_run(config)), every=True):
         if key != "resume":
             logger.warning("changed since the checkpoint: %s: %s (was %s)", key, json.dumps(given), json.dumps(then))
 
 
-def _changes(
+def changes(
     kind: type[Section],
     section: Section | None,
     before: Mapping[str, Any],
@@ -272,9 +260,13 @@ def _changes(
     *,
     every: bool = False,
 ) -> Iterator[tuple[str, Any, Any, bool]]:
-    """`changes_in_epoch` of a section of class `kind`; None where only the checkpoint has it.
+    """Every option that what an epoch has recorded depends on and that differs -> (key, value then, value now, whether
+    the option is retired).
 
     Args:
+        section: of class `kind`; None where only the checkpoint has it.
+        before: that of the checkpoint, under names of today. An option that is missing in it had its default.
+        now: that of the run file.
         every: options that are free in an epoch as well.
     """
     retired = kind.retired()
@@ -288,7 +280,7 @@ def _changes(
         inside = getattr(section, name, None)
         if isinstance(inside, Section) and isinstance(then, dict):
             parts = cast("dict[str, Any]", then), given
-            yield from _changes(type(inside), inside, *parts, f"{key}{name}.", every=every)
+            yield from changes(type(inside), inside, *parts, f"{key}{name}.", every=every)
         elif name == "rewards" and isinstance(then, dict):
             earlier = cast("dict[str, Any]", then)
             counts = trained_on(cast("Mapping[str, RewardEntry]", inside or {}))
@@ -299,7 +291,7 @@ def _changes(
                     yield f"{key}{name}.{entry}", *(part.get("scorer") for part in parts), False
                     continue
                 of_entry = RewardEntry if own is None else type(own)
-                found = _changes(of_entry, own, *parts, f"{key}{name}.{entry}.", every=every)
+                found = changes(of_entry, own, *parts, f"{key}{name}.{entry}.", every=every)
                 yield from (change for change in found if every or not change[-1] or entry in counts)
         else:
             yield f"{key}{name}", then, given, name in retired
@@ -384,10 +376,6 @@ def _same(
 
 def _refused(folder: Path, what: str, key: str, kept: object, given: object, remedy: str) -> CheckpointError:
     return CheckpointError(f"{folder}: {what} {key}={kept}, the run file has {given}; set it back, {remedy}")
-
-
-def _own_defaults(section: Section) -> dict[str, Any]:
-    return _defaults(type(section), dict(section))
 
 
 def _defaults(kind: type[Section], given: dict[str, Any]) -> dict[str, Any]:

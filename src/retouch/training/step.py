@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -101,23 +101,28 @@ class ForwardSize:
         """Some rows by forwards."""
         return rows.split(self.rows) if len(rows) else ()
 
-    def parts(self, rows: Tensor, count: int, inputs: Tensor | None = None) -> list[tuple[Tensor, range]]:
+    def parts(
+        self, rows: Tensor, count: int, inputs: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    ) -> list[tuple[Tensor, range]]:
         """Some rows by forwards, with a span of the trained steps, or noised copies, of each row. As many on every
         process.
 
         Args:
             count: of these of a row; `optimizer.steps_per_forward` of them are in a forward.
-            inputs: [n] which input, counted from 0, the first trained step of each row has; None: each its own. Rows of
+            inputs: `Experience.first_inputs`; None: each row has its own. Where the rollout shares first steps, rows of
                 one input take one row of the network: their first step has forwards of its own.
         """
-        first = [] if inputs is None else self._parts_by_input(rows, inputs)
+        first: list[Tensor] = []
+        if inputs is not None and self._config.rollout.shares_first_step:
+            first = self._parts_by_input(rows, inputs(rows)[1])
         starts, size = range(len(first) > 0, count, self.parts_per_forward), self.parts_per_forward
         rest = [(chunk, range(count)[i : i + size]) for chunk in self.chunks(rows) for i in starts]
         return [(chunk, range(1)) for chunk in first] + rest
 
     def _parts_by_input(self, rows: Tensor, inputs: Tensor) -> list[Tensor]:
-        """Some rows by forwards of as many inputs as other forwards have rows of the network; none if the rows are more
-        than half of them inputs, on any process: forwards of fewer rows are slower."""
+        """Some rows, each with the number of its input, by forwards of as many inputs as other forwards have rows of
+        the network; none if the rows are more than half of them inputs, on any process: forwards of fewer rows are
+        slower."""
         own = len(inputs.unique())
         most = int(self._engine.gather(torch.tensor([own], dtype=torch.int64)).max())
         if 2 * most > len(rows):
@@ -138,7 +143,7 @@ class ForwardSize:
         return f" and optimizer.steps_per_forward={self.parts_per_forward}" if more else ""
 
 
-class Step:
+class Step(AbstractContextManager["Step", bool]):
     """One optimizer step on rows that this process holds: a context manager around its forwards and backwards, which
     updates the weights when it is left. If no row of any process counts, it has no forwards and updates nothing.
 
@@ -206,12 +211,9 @@ class Step:
         yield self
         while self._problem:
             self._size.halve(self._problem)
+            self._problem = ""
+            self._metrics, self._losses = Metrics(), []
             yield self
-
-    def __enter__(self) -> Step:
-        self._problem = ""
-        self._metrics, self._losses = Metrics(), []
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         """Update the weights.

@@ -7,6 +7,7 @@ the last one to end writes the result.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from PIL import Image
 
 from retouch.benchmarks.base import Benchmark
 from retouch.benchmarks.observations import Observations
-from retouch.benchmarks.outputs import Output, Shard, digest_of, find_file, item_digest, outputs_of, own, unused_files
+from retouch.benchmarks.outputs import Output, Shard, find_file, item_digest, outputs_of, own, unused_files
 from retouch.benchmarks.result import ResultColumn, result_of
 from retouch.config import ConfigError
 from retouch.config.needs import takes_references
@@ -125,7 +126,7 @@ def run_benchmark(
             "path": benchmark.path,
             "items": len(data),
             "unusable_items": len(data.config.items()) - len(data),
-            "digest": digest_of([item_digest(item) for item in data.items]),
+            "digest": hashlib.sha256("\n".join(map(item_digest, data.items)).encode()).hexdigest(),
         }
         result = result_of(benchmark, columns, provenance, scorers.provenance())
     # The result is written before the distances as well: they need a network of their own, and if that fails the scores

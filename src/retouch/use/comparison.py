@@ -111,6 +111,7 @@ def compare_runs(
     results: dict[str, Evaluation] = {}
     with _scoring(entries, configs[first].reward_client, runs[first].run) as rewards:
         for name, config in configs.items():
+            # runs on one base share its evaluation; gains over different ones would not mean the same
             base = {BASE: None} if not results and one_base(list(configs.values())) else {}
             weights = {**base, name: runs[name].newest}
             images = images or evaluation.images_per_example

@@ -19,7 +19,6 @@ from retouch.families.loading import load_model
 from retouch.families.prompts import PromptCheck
 from retouch.families.text import TextEncoders
 from retouch.imaging.fitting import stack_above
-from retouch.types import Example
 
 
 def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
@@ -43,18 +42,13 @@ def precompute(config: RunConfig, folder: Path) -> dict[str, int]:
     model.text = TextEncoders({}, device, stored=cache)  # they are not beside the networks for images, nor in memory
     with model.encoding():
         for example in (example for data in sections for example in data):
-            add_example(cache, model, example)
+            if model.image_encoder is not None and example.reference is not None:
+                cache.add_reference(example.reference, model.image_encoder)
+            model.encode([example], 1.0)
+            for image in (example.target, example.win, example.lose):  # of supervised steps and given pairs
+                if image is not None:
+                    model.encode_images(image_pixels(stack_above(example.strip, image))[None])
     return cache.added
-
-
-def add_example(cache: EmbeddingCache, model: FamilyModel, example: Example) -> None:
-    """Encode the reference and the images of an example into the cache of the model."""
-    if model.image_encoder is not None and example.reference is not None:
-        cache.add_reference(example.reference, model.image_encoder)
-    model.encode([example], 1.0)
-    for image in (example.target, example.win, example.lose):  # of supervised steps and given pairs
-        if image is not None:
-            model.encode_images(image_pixels(stack_above(example.strip, image))[None])
 
 
 def datasets(config: RunConfig) -> list[Dataset]:

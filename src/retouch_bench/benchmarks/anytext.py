@@ -24,11 +24,7 @@ _SOURCE = "arXiv 2311.03054; ModelScope iic/AnyText-benchmark"
 _RECOGNISER = "lines are read by the engine of the reward, not by DuGuangOCR (damo/cv_convnextTiny_ocr-recognition)"
 
 
-def _published(source: str, rows: Sequence[tuple[str, float, float, float, float]]) -> tuple[PublishedRow, ...]:
-    names = ("sen_acc_en", "ned_en", "sen_acc_zh", "ned_zh")
-    return tuple(PublishedRow(model, dict(zip(names, numbers, strict=True)), source) for model, *numbers in rows)
-
-
+_MEASURES = ("sen_acc_en", "ned_en", "sen_acc_zh", "ned_zh")
 _TABLES: Mapping[str, Table] = {"wukong": "zh", "laion": "en"}
 """Part of the name of a published set -> its table of characters."""
 
@@ -73,15 +69,14 @@ class AnyText(Benchmark):
         settings={"sampler": "DDIM, 20 steps, eta 0", "guidance_scale": 9, "seed": 100, "recogniser": "DuGuangOCR"},
     )
     caveats: ClassVar[Sequence[str]] = (_RECOGNISER, "the published models receive the lines outside the prompt")
-    published: ClassVar[Sequence[PublishedRow]] = _published(
+    published: ClassVar[Sequence[PublishedRow]] = PublishedRow.table(
         "arXiv 2311.03054, table 2; AnyText repository for v1.1",
-        (
-            ("ControlNet", 0.5837, 0.8015, 0.3620, 0.6227),
-            ("TextDiffuser", 0.5921, 0.7951, 0.0605, 0.1262),
-            ("GlyphControl", 0.3710, 0.6680, 0.0327, 0.0845),
-            ("AnyText v1.0", 0.6588, 0.8568, 0.6634, 0.8264),
-            ("AnyText v1.1", 0.7239, 0.8760, 0.6923, 0.8396),
-        ),
+        _MEASURES,
+        ("ControlNet", 0.5837, 0.8015, 0.3620, 0.6227),
+        ("TextDiffuser", 0.5921, 0.7951, 0.0605, 0.1262),
+        ("GlyphControl", 0.3710, 0.6680, 0.0327, 0.0845),
+        ("AnyText v1.0", 0.6588, 0.8568, 0.6634, 0.8264),
+        ("AnyText v1.1", 0.7239, 0.8760, 0.6923, 0.8396),
     )
 
     @classmethod
@@ -119,15 +114,14 @@ class AnyTextEdit(AnyText):
         images_per_item=1, resolution=(SIDE, SIDE), settings={"recogniser": "DuGuangOCR"}
     )
     caveats: ClassVar[Sequence[str]] = (_RECOGNISER,)
-    published: ClassVar[Sequence[PublishedRow]] = _published(
+    published: ClassVar[Sequence[PublishedRow]] = PublishedRow.table(
         "arXiv 2505.03329 (FLUX-Text)",
-        (
-            ("FLUX.1-Fill, untuned", 0.3093, 0.4698, 0.0292, 0.0625),
-            ("AnyText", 0.6843, 0.8588, 0.6476, 0.8210),
-            ("AnyText2", 0.7915, 0.9100, 0.7022, 0.8420),
-            ("FLUX-Text 512", 0.8419, 0.9400, 0.7132, 0.8510),
-            ("FLUX-Text, full data", 0.8175, 0.9193, 0.7213, 0.8555),
-        ),
+        _MEASURES,
+        ("FLUX.1-Fill, untuned", 0.3093, 0.4698, 0.0292, 0.0625),
+        ("AnyText", 0.6843, 0.8588, 0.6476, 0.8210),
+        ("AnyText2", 0.7915, 0.9100, 0.7022, 0.8420),
+        ("FLUX-Text 512", 0.8419, 0.9400, 0.7132, 0.8510),
+        ("FLUX-Text, full data", 0.8175, 0.9193, 0.7213, 0.8555),
     )
 
     def data(self) -> DataSection:
@@ -144,6 +138,7 @@ class TextFlux(Benchmark):
 
     title: ClassVar[str] = "TextFlux, ReCTS"
     source: ClassVar[str] = "arXiv 2505.17778; hub yyyyyxie/textflux-test-datasets"
+    section: ClassVar[type[DataSection]] = TextFluxData
     file: ClassVar[str] = "{key}.jpg"
     official: ClassVar[Official] = Official(
         settings={"steps": 30, "guidance_scale": 30, "seed": 42, "layout": "a strip with the text above the image"}
@@ -152,19 +147,15 @@ class TextFlux(Benchmark):
         _RECOGNISER,
         "outputs are brought to the size of their source; the published script applies polygons to any size",
     )
-    published: ClassVar[Sequence[PublishedRow]] = tuple(
-        PublishedRow(model, {"seq_acc": accuracy, "ned": ned}, "TextFlux repository, ReCTS editing")
-        for model, accuracy, ned in (
-            ("TextFlux-LoRA", 37.2, 58.2),
-            ("TextFlux", 40.6, 60.7),
-            ("TextFlux-LoRA-beta", 48.4, 70.5),
-            ("TextFlux-beta", 51.5, 72.9),
-        )
+    published: ClassVar[Sequence[PublishedRow]] = PublishedRow.table(
+        "TextFlux repository, ReCTS editing",
+        ("seq_acc", "ned"),
+        ("TextFlux-LoRA", 37.2, 58.2),
+        ("TextFlux", 40.6, 60.7),
+        ("TextFlux-LoRA-beta", 48.4, 70.5),
+        ("TextFlux-beta", 51.5, 72.9),
     )
     own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"anytext": {"table": "zh"}}
-
-    def data(self) -> DataSection:
-        return self.sized(TextFluxData(path=self.path, part=self.part, fit="stretch"))
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Exact lines and NED in percent, over all images."""

@@ -59,7 +59,5 @@ class CalligrapherCross(Calligrapher):
 
     name: Literal["calligrapher_cross"] = "calligrapher_cross"
     title: ClassVar[str] = "Calligrapher cross"
+    section: ClassVar[type[DataSection]] = CrossBenchData
     file: ClassVar[str] = "{id:04d}_test{item}_ref{reference_item}_{index}.png"
-
-    def data(self) -> DataSection:
-        return self.sized(CrossBenchData(path=self.path, fit="stretch"))

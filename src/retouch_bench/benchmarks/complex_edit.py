@@ -30,6 +30,7 @@ class ComplexEditBenchmark(Benchmark):
 
     title: ClassVar[str] = "Complex-Edit"
     source: ClassVar[str] = "arXiv 2504.13143; hub UCSC-VLAA/Complex-Edit"
+    section: ClassVar[type[DataSection]] = ComplexEditData
     official: ClassVar[Official] = Official(
         scorers={"complex_edit": "gpt-4o-2024-11-20"},
         settings={"judge": "gpt-4o-2024-11-20", "answers": 20, "temperature": 1.0},
@@ -37,15 +38,6 @@ class ComplexEditBenchmark(Benchmark):
     own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "complex_edit": {**judge("gpt-4o-2024-11-20"), "samples": 20, "temperature": 1.0}
     }
-
-    def data(self) -> DataSection:
-        section = ComplexEditData(
-            path=self.path,
-            complexity=self.complexity,
-            image_type=self.image_type,
-            fit="stretch",
-        )
-        return self.sized(section)
 
     def official_items(self) -> int:
         types = 2 if self.image_type == "all" else 1

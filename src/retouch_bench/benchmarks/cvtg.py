@@ -20,27 +20,24 @@ class Cvtg(Benchmark):
 
     title: ClassVar[str] = "CVTG-2K"
     source: ClassVar[str] = "arXiv 2503.23461; hub dnkdnk/CVTG-2K"
+    section: ClassVar[type[DataSection]] = CvtgData
     official: ClassVar[Official] = Official(settings={"reader": "PaddleOCR, English, angle classifier"})
     caveats: ClassVar[Sequence[str]] = ("words are read by the engine of the reward, not by the published PaddleOCR",)
-    published: ClassVar[Sequence[PublishedRow]] = tuple(
-        PublishedRow(model, {"word_accuracy": accuracy}, "arXiv 2503.23461 and the models' own reports")
-        for model, accuracy in (
-            ("FLUX.1-dev", 0.497),
-            ("SD3.5-L", 0.655),
-            ("TextCrafter", 0.737),
-            ("Qwen-Image", 0.829),
-            ("Z-Image", 0.867),
-            ("GPT-4o", 0.857),
-            ("Ovis-Image", 0.920),
-        )
+    published: ClassVar[Sequence[PublishedRow]] = PublishedRow.table(
+        "arXiv 2503.23461 and the models' own reports",
+        ("word_accuracy",),
+        ("FLUX.1-dev", 0.497),
+        ("SD3.5-L", 0.655),
+        ("TextCrafter", 0.737),
+        ("Qwen-Image", 0.829),
+        ("Z-Image", 0.867),
+        ("GPT-4o", 0.857),
+        ("Ovis-Image", 0.920),
     )
     own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"cvtg": {}}
 
     def official_items(self) -> int:
         return {"all": 2000, "CVTG": 1002, "CVTG-Style": 998}[self.part]
-
-    def data(self) -> DataSection:
-        return self.sized(CvtgData(path=self.path, part=self.part))
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Word accuracy and NED over all words, and word accuracy by the number of texts."""

@@ -25,10 +25,6 @@ _MEASURES = {"SC": "semantic_consistency", "PQ": "perceptual_quality", "O": "ove
 _REPORT = "arXiv 2504.17761 and later reports; judge GPT-4.1, full set"
 
 
-def _row(model: str, *numbers: float) -> PublishedRow:
-    return PublishedRow(model, dict(zip(("en_SC", "en_PQ", "en_O"), numbers, strict=True)), _REPORT)
-
-
 class GEdit(Benchmark):
     """GEdit-Bench: 606 edits by instructions in English and the same in Chinese, of 11 tasks; SC, PQ and O from 0 to
     10."""
@@ -39,6 +35,7 @@ class GEdit(Benchmark):
 
     title: ClassVar[str] = "GEdit-Bench"
     source: ClassVar[str] = "arXiv 2504.17761; hub stepfun-ai/GEdit-Bench"
+    section: ClassVar[type[DataSection]] = GEditData
     file: ClassVar[str] = "fullset/{key}.png"
     official: ClassVar[Official] = Official(
         scorers={"viescore": "gpt-4.1"},
@@ -48,14 +45,18 @@ class GEdit(Benchmark):
         },
     )
     published: ClassVar[Sequence[PublishedRow]] = (
-        _row("InstructPix2Pix", 3.58, 5.49, 3.68),
-        _row("MagicBrush", 4.68, 5.66, 4.52),
-        _row("OmniGen2", 7.16, 6.77, 6.41),
-        _row("BAGEL", 7.36, 6.83, 6.52),
-        _row("FLUX.1 Kontext Pro", 7.02, 7.60, 6.56),
-        _row("Step1X-Edit", 7.66, 7.35, 6.97),
-        _row("GPT Image 1", 7.85, 7.62, 7.53),
-        _row("Qwen-Image-Edit", 8.00, 7.86, 7.56),
+        *PublishedRow.table(
+            _REPORT,
+            ("en_SC", "en_PQ", "en_O"),
+            ("InstructPix2Pix", 3.58, 5.49, 3.68),
+            ("MagicBrush", 4.68, 5.66, 4.52),
+            ("OmniGen2", 7.16, 6.77, 6.41),
+            ("BAGEL", 7.36, 6.83, 6.52),
+            ("FLUX.1 Kontext Pro", 7.02, 7.60, 6.56),
+            ("Step1X-Edit", 7.66, 7.35, 6.97),
+            ("GPT Image 1", 7.85, 7.62, 7.53),
+            ("Qwen-Image-Edit", 8.00, 7.86, 7.56),
+        ),
         PublishedRow("FLUX.1 Kontext dev", {"en_O": 6.46, "cn_O": 1.86}, _REPORT),
         PublishedRow("Qwen-Image-Edit-2509", {"en_O": 7.48, "cn_O": 7.47}, _REPORT),
         PublishedRow("Qwen-Image-Edit-2511", {"en_O": 7.88, "cn_O": 7.82}, _REPORT),
@@ -63,9 +64,6 @@ class GEdit(Benchmark):
     own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "viescore": {**judge("gpt-4.1"), "encoding": "jpeg", "temperature": 1.0}
     }
-
-    def data(self) -> DataSection:
-        return self.sized(GEditData(path=self.path, language=self.language))
 
     def official_items(self) -> int:
         return 2 * _EDITS if self.language == "all" else _EDITS

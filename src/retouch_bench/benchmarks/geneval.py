@@ -12,10 +12,6 @@ from retouch_bench.formats.geneval import GenEvalData
 from retouch_bench.scorers.geneval_verdict import TAGS
 
 
-def _row(model: str, *numbers: float) -> PublishedRow:
-    return PublishedRow(model, dict(zip(("overall", *TAGS), numbers, strict=True)), "arXiv 2310.11513")
-
-
 class GenEval(Benchmark):
     """GenEval: 553 prompts of six tasks, four images each; the share of images that are right."""
 
@@ -23,6 +19,7 @@ class GenEval(Benchmark):
 
     title: ClassVar[str] = "GenEval"
     source: ClassVar[str] = "arXiv 2310.11513; github djghosh13/geneval, prompts/evaluation_metadata.jsonl"
+    section: ClassVar[type[DataSection]] = GenEvalData
     file: ClassVar[str] = "{id:05d}/samples/{index:04d}.png"
     official: ClassVar[Official] = Official(
         images_per_item=4,
@@ -34,17 +31,18 @@ class GenEval(Benchmark):
         },
     )
     published: ClassVar[Sequence[PublishedRow]] = (
-        _row("SD 1.5", 0.43, 0.97, 0.38, 0.35, 0.76, 0.04, 0.06),
-        _row("SD 2.1", 0.50, 0.98, 0.51, 0.44, 0.85, 0.07, 0.17),
-        _row("SDXL", 0.55, 0.98, 0.74, 0.39, 0.85, 0.15, 0.23),
-        _row("IF-XL", 0.61, 0.97, 0.74, 0.66, 0.81, 0.13, 0.35),
+        *PublishedRow.table(
+            "arXiv 2310.11513",
+            ("overall", *TAGS),
+            ("SD 1.5", 0.43, 0.97, 0.38, 0.35, 0.76, 0.04, 0.06),
+            ("SD 2.1", 0.50, 0.98, 0.51, 0.44, 0.85, 0.07, 0.17),
+            ("SDXL", 0.55, 0.98, 0.74, 0.39, 0.85, 0.15, 0.23),
+            ("IF-XL", 0.61, 0.97, 0.74, 0.66, 0.81, 0.13, 0.35),
+        ),
         PublishedRow("SD3.5-M", {"overall": 0.63}, "arXiv 2505.05470"),
         PublishedRow("SD3.5-M, Flow-GRPO", {"overall": 0.95}, "arXiv 2505.05470"),
     )
     own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"geneval": {}}
-
-    def data(self) -> DataSection:
-        return self.sized(GenEvalData(path=self.path))
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """The share of right images of each task; `overall` is the mean of these; `images` is the share of all images;

@@ -42,6 +42,7 @@ class ImgEdit(Benchmark):
 
     title: ClassVar[str] = "ImgEdit-Bench"
     source: ClassVar[str] = "arXiv 2505.20275; hub sysuyy/ImgEdit, Benchmark.tar"
+    section: ClassVar[type[DataSection]] = ImgEditData
     official: ClassVar[Official] = Official(
         items=737,
         scorers={"imgedit": "gpt-4.1"},
@@ -57,9 +58,6 @@ class ImgEdit(Benchmark):
         beside = (path if path.is_dir() else path.parent) / "prompts.json"
         prompts = options.get("prompts") or (str(beside) if beside.is_file() else None)
         return {"imgedit": {**judge("gpt-4.1"), "temperature": 1.0, **({"prompts": prompts} if prompts else {})}}
-
-    def data(self) -> DataSection:
-        return self.sized(ImgEditData(path=self.path, images=self.images))
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """The mean of each type, rounded to 2 places as published; `overall` is the mean of these; `micro` is the mean

@@ -34,21 +34,20 @@ class LongText(Benchmark):
         scorers={"longtext": _READER},
         settings={"reader": f"{_READER}, bf16, at most 1024 new tokens, transformers 4.52.0"},
     )
-    published: ClassVar[Sequence[PublishedRow]] = tuple(
-        PublishedRow(model, {"text_en": en, "text_zh": zh}, "X-Omni/LongText-Bench and the models' own reports")
-        for model, en, zh in (
-            ("FLUX.1 [dev]", 0.607, 0.005),
-            ("OmniGen2", 0.561, 0.059),
-            ("HiDream-I1-Full", 0.543, 0.024),
-            ("BAGEL", 0.373, 0.310),
-            ("Kolors 2.0", 0.258, 0.329),
-            ("X-Omni", 0.900, 0.814),
-            ("Qwen-Image", 0.943, 0.946),
-            ("Z-Image", 0.935, 0.936),
-            ("Ovis-Image", 0.922, 0.964),
-            ("Seedream 3.0", 0.896, 0.878),
-            ("GPT Image 1 High", 0.956, 0.619),
-        )
+    published: ClassVar[Sequence[PublishedRow]] = PublishedRow.table(
+        "X-Omni/LongText-Bench and the models' own reports",
+        ("text_en", "text_zh"),
+        ("FLUX.1 [dev]", 0.607, 0.005),
+        ("OmniGen2", 0.561, 0.059),
+        ("HiDream-I1-Full", 0.543, 0.024),
+        ("BAGEL", 0.373, 0.310),
+        ("Kolors 2.0", 0.258, 0.329),
+        ("X-Omni", 0.900, 0.814),
+        ("Qwen-Image", 0.943, 0.946),
+        ("Z-Image", 0.935, 0.936),
+        ("Ovis-Image", 0.922, 0.964),
+        ("Seedream 3.0", 0.896, 0.878),
+        ("GPT Image 1 High", 0.956, 0.619),
     )
 
     @classmethod

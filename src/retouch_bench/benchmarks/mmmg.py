@@ -27,6 +27,7 @@ class MmmgBenchmark(Benchmark):
 
     title: ClassVar[str] = "MMMG"
     source: ClassVar[str] = "arXiv 2506.10963; hub MMMGBench/MMMG"
+    section: ClassVar[type[DataSection]] = MmmgData
     official: ClassVar[Official] = Official(
         items=4456,
         scorers={"mmmg": "o3"},
@@ -37,9 +38,6 @@ class MmmgBenchmark(Benchmark):
         PublishedRow("FLUX-Reason", {"mmmg": 34.45}, "arXiv 2506.10963"),
     )
     own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"mmmg": {**judge("o3"), "ged": "networkx"}}
-
-    def data(self) -> DataSection:
-        return self.sized(MmmgData(path=self.path, levels=self.levels, disciplines=self.disciplines))
 
     def file_name(self, item: ItemFiles, index: int) -> str:
         name = item.metadata.get("key") or f"{item.metadata['discipline']}_{item.id}"

@@ -17,6 +17,7 @@ class OcrPrompts(Benchmark):
 
     title: ClassVar[str] = "Flow-GRPO OCR prompts"
     source: ClassVar[str] = "arXiv 2505.05470; github yifan123/flow_grpo, dataset/ocr/test.txt"
+    section: ClassVar[type[DataSection]] = PromptsData
     file: ClassVar[str] = "{id:05d}_{index}.png"
     official: ClassVar[Official] = Official(
         resolution=(512, 512),
@@ -29,9 +30,6 @@ class OcrPrompts(Benchmark):
         PublishedRow("SD3.5-M + Flow-GRPO", {"ocr_accuracy": 0.92}, "arXiv 2505.05470, table 1"),
     )
     own_rewards: ClassVar[Mapping[str, Mapping[str, Any]]] = {"flow_grpo_ocr": {}, "ocr": {}}
-
-    def data(self) -> DataSection:
-        return self.sized(PromptsData(path=self.path))
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Means over images: the published reward, and NED and exact match, which also count further text."""

@@ -41,26 +41,20 @@ class TextEdit(Benchmark):
 
     title: ClassVar[str] = "TextEdit"
     source: ClassVar[str] = "arXiv 2603.09877; hub opencompass/TextEdit"
+    section: ClassVar[type[DataSection]] = TextEditData
     file: ClassVar[str] = "{key}"
     official: ClassVar[Official] = Official(settings={"reader": "PaddleOCR 2.10, English, angle classifier"})
     caveats: ClassVar[Sequence[str]] = ("texts are read by the engine of the reward, not by PaddleOCR 2.10",)
-    published: ClassVar[Sequence[PublishedRow]] = tuple(
-        PublishedRow(
-            model,
-            {f"{measure}_{group}": value for (measure, group), value in zip(
-                [(m, g) for g in ("real", "virtual") for m in _PUBLISHED], numbers, strict=True
-            )},
-            "opencompass/TextEdit, OCR table",
-        )
-        for model, *numbers in (
-            ("Qwen-Image-Edit", 0.75, 0.67, 0.71, 0.75, 5.72, 0.78, 0.74, 0.75, 0.81, 5.21),
-            ("GPT-Image-1.5", 0.74, 0.68, 0.68, 0.75, 5.78, 0.73, 0.71, 0.70, 0.80, 5.28),
-            ("Nano Banana Pro", 0.77, 0.71, 0.72, 0.75, 5.79, 0.80, 0.78, 0.78, 0.81, 5.28),
-            ("BAGEL", 0.60, 0.55, 0.55, 0.74, 5.71, 0.57, 0.57, 0.54, 0.78, 5.19),
-            ("Ovis-U1", 0.40, 0.35, 0.35, 0.72, 5.32, 0.37, 0.39, 0.33, 0.75, 4.66),
-            ("InternVL-U", 0.77, 0.71, 0.72, 0.75, 5.70, 0.79, 0.75, 0.77, 0.80, 5.12),
-        )
-    )  # fmt: skip
+    published: ClassVar[Sequence[PublishedRow]] = PublishedRow.table(
+        "opencompass/TextEdit, OCR table",
+        [f"{measure}_{group}" for group in ("real", "virtual") for measure in _PUBLISHED],
+        ("Qwen-Image-Edit", 0.75, 0.67, 0.71, 0.75, 5.72, 0.78, 0.74, 0.75, 0.81, 5.21),
+        ("GPT-Image-1.5", 0.74, 0.68, 0.68, 0.75, 5.78, 0.73, 0.71, 0.70, 0.80, 5.28),
+        ("Nano Banana Pro", 0.77, 0.71, 0.72, 0.75, 5.79, 0.80, 0.78, 0.78, 0.81, 5.28),
+        ("BAGEL", 0.60, 0.55, 0.55, 0.74, 5.71, 0.57, 0.57, 0.54, 0.78, 5.19),
+        ("Ovis-U1", 0.40, 0.35, 0.35, 0.72, 5.32, 0.37, 0.39, 0.33, 0.75, 4.66),
+        ("InternVL-U", 0.77, 0.71, 0.72, 0.75, 5.70, 0.79, 0.75, 0.77, 0.80, 5.12),
+    )
 
     def official_items(self) -> int:
         return {"fullset": 2148, "miniset": 500}[self.part]
@@ -70,9 +64,6 @@ class TextEdit(Benchmark):
         named = options.get("rewards")
         given = cast("Mapping[str, Any]", named) if isinstance(named, Mapping) else {}
         return {"textedit": {}, **{name: keys for name, keys in _OPTIONAL.items() if name in given}}
-
-    def data(self) -> DataSection:
-        return self.sized(TextEditData(path=self.path, part=self.part, image_root=self.image_root, fit="stretch"))
 
     def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
         """Means over images of each group. `judge` is the weighted mean of the judge's five shares, each also by its

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from retouch.lru import LruCache
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.clip import ClipTowers
@@ -43,7 +44,7 @@ class ClipRPrecisionScorer(PackageScorer[ClipRPrecisionReward]):
     def __init__(self, options: ClipRPrecisionReward) -> None:
         super().__init__(options, f"clip_r_precision {options.path}")
         self._towers: ClipTowers | None = None
-        self._kept: dict[str, Tensor] = {}
+        self._kept: LruCache[str, Tensor] = LruCache(10 * _MOST)
 
     def load(self, device: str) -> None:
         o = self.options
@@ -60,20 +61,12 @@ class ClipRPrecisionScorer(PackageScorer[ClipRPrecisionReward]):
         towers = self._towers
         assert towers is not None
         seen = towers.of_images([item.image])[0]
-        cosines = [float(seen @ self._embedded(text)) for text in (own, *others)]
+        vectors = self._kept.get_all([own, *others], lambda texts: (towers.of_texts([text])[0] for text in texts))
+        cosines = [float(seen @ vector) for vector in vectors]
         if not all(map(math.isfinite, cosines)):  # no comparison with NaN holds: the rank would be 1
             return Failure("scorer_error", "the embedding of the image or of a prompt contains NaN or Inf")
         rank = rank_of_first(cosines)
         return Score(float(rank == 1), {"rank": rank, "prompts": len(cosines)})
-
-    def _embedded(self, text: str) -> Tensor:
-        """[D] unit vector."""
-        if text not in self._kept:
-            assert self._towers is not None
-            if len(self._kept) >= 10 * _MOST:
-                self._kept.clear()
-            self._kept[text] = self._towers.of_texts([text])[0]
-        return self._kept[text]
 
 
 def rank_of_first(cosines: Sequence[float]) -> int:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.rewards.scorers.clip import ClipTowers
-from retouch.rewards.scorers.weights import loading, train_extra, version_of
+from retouch.rewards.scorers.weights import loading, version_of
 from retouch_bench.scorers.geneval_verdict import CLASSES, COLORS, Box, Detection
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Networks:
     """
 
     def __init__(self, detector: str, color_model: str, device: str) -> None:
-        with train_extra():
+        with installed():
             import torch
             from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessorPil
         self._torch, self._device = torch, device

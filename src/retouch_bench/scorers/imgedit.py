@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
-from pydantic import model_validator
-
 from retouch.config.base import Count, NonNegative, Text
 from retouch.errors import ConfigError, shown
 from retouch.files import plain_json
@@ -42,6 +40,7 @@ class ImgEditReward(JudgeEntry):
     benchmark) and a judge as of `openai_judge`. Published numbers are `imgedit.mean`, from 1 to 5."""
 
     images = frozenset({"source"})
+    published_in = _WHERE
     scores_edits = True
 
     scorer: Literal["imgedit"] = "imgedit"
@@ -54,12 +53,6 @@ class ImgEditReward(JudgeEntry):
     """Sampling temperature of the answers; the published code leaves it at the default of the endpoint, 1 at OpenAI."""
     max_tokens: Count = 512
     """Maximum length of an answer in tokens."""
-
-    @model_validator(mode="after")
-    def _has_its_questions(self) -> ImgEditReward:
-        if self.prompts is None and self.is_made_here:
-            raise ValueError(f"prompts: not set; set it to your copy of {_WHERE}")
-        return self
 
     def make(self) -> ImgEditScorer:
         return ImgEditScorer(self)

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
 from PIL import Image
-from pydantic import model_validator
 
 from retouch.config.base import Count, NonNegative, Text
 from retouch.errors import shown
@@ -29,7 +28,6 @@ from retouch.rewards.scorers.judged import (
     JudgeScorer,
     as_integer,
     read_object,
-    require_prompts,
     schema_of,
     uncropped,
 )
@@ -81,6 +79,7 @@ class TextEditJudgeReward(JudgeEntry):
     truth as reference, the target text, `metadata.source_text` and a judge as of `openai_judge`."""
 
     images = frozenset({"source", "reference"})
+    published_in = _WHERE
 
     scorer: Literal["textedit_judge"] = "textedit_judge"
     cutoff: bool = True
@@ -94,11 +93,6 @@ class TextEditJudgeReward(JudgeEntry):
     prompts: Annotated[Text | None, PUBLISHED] = None
     """For wording=published: your copy of TextEdit's `vlm_metrics_eval_step1.py`, which the package does not contain
     and does not run, or a text file with its question."""
-
-    @model_validator(mode="after")
-    def _has_its_prompts(self) -> TextEditJudgeReward:
-        require_prompts(self, self.wording, self.prompts, _WHERE)
-        return self
 
     def advice(self, name: str) -> list[str]:
         return [*super().advice(name), *([uncropped(name)] if self.crop == "mask_box" else [])]

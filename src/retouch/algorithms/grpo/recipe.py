@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -49,19 +50,19 @@ def train(run: Run) -> None:
 
 
 def train_epoch(session: Session, algorithm: GrpoConfig, experience: Experience) -> None:
-    """The optimizer steps on the rows of an epoch."""
-    add_reference_and_old(session, algorithm, experience)
+    """The optimizer steps on the rows of an epoch, with the reference's means and new records if the loss needs them
+    and a checkpoint did not bring them."""
+    if algorithm.kl_weight and not len(experience.reference_means):
+        experience.reference_means = reference_means(session, experience)
+    several = session.run.derived.optimizer_steps_per_epoch > 1
+    if algorithm.old_log_probs == "recomputed" and several and not session.resumed_epoch:
+        record_again(session, algorithm, experience)
     for step in session.steps(experience):
         with step:
             session.run.encoded.encode(step.positions)  # after a resume inside an epoch they are not kept
-            for rows, span in step.forwards(parts(session, experience, step.rows)):
+            parts = session.size.parts(step.rows, experience.trained_steps, experience.first_inputs)
+            for rows, span in step.forwards(parts):
                 step.backward(*surrogate(session.run, algorithm, experience, step, rows, span))
-
-
-def parts(session: Session, experience: Experience, rows: Tensor) -> list[tuple[Tensor, range]]:
-    """Rows of an optimizer step by forwards, each with a span of trained steps."""
-    inputs = experience.first_inputs(rows)[1] if session.config.rollout.shares_first_step else None
-    return session.size.parts(rows, experience.trained_steps, inputs)
 
 
 def surrogate(
@@ -154,15 +155,6 @@ def of_inputs(values: Tensor, own: Tensor) -> Tensor:
     return torch.stack([inputs[number] for number in own.tolist()])
 
 
-def add_reference_and_old(session: Session, algorithm: GrpoConfig, experience: Experience) -> None:
-    """Add the reference's means and new records, if the loss needs them and a checkpoint did not bring them."""
-    if algorithm.kl_weight and not len(experience.reference_means):
-        experience.reference_means = reference_means(session, experience)
-    several = session.run.derived.optimizer_steps_per_epoch > 1
-    if algorithm.old_log_probs == "recomputed" and several and not session.resumed_epoch:
-        record_again(session, algorithm, experience)
-
-
 @torch.no_grad()
 def reference_means(session: Session, experience: Experience) -> Tensor:
     """Means of the reference policy at every recorded transition [n, S, C, H, W]."""
@@ -205,7 +197,8 @@ def recorded_in_batches(
     """(Log-probabilities [n, S], means [n, S, C, H, W]) of the current policy, in the forwards of these optimizer
     steps; means are [0] where none are recorded."""
     log_probs, means = experience.log_probs.clone(), experience.means.clone()
-    for rows, span in [part for batch in batches for part in parts(session, experience, batch)]:
+    parts = (session.size.parts(rows, experience.trained_steps, experience.first_inputs) for rows in batches)
+    for rows, span in chain.from_iterable(parts):
         now = forward_on_recorded(session.run, algorithm, experience, rows, span)
         log_probs[rows, span.start : span.stop] = now.log_prob.view(-1, len(span)).cpu()
         if len(means):

@@ -5,7 +5,6 @@ Legend: B completions, K images of each.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,8 @@ from retouch.algorithms.vlm_grpo.responses import Responses, encode_response, ge
 from retouch.algorithms.vlm_grpo.run import VlmRun
 from retouch.data.sampler import derive_seed
 from retouch.families.image_encoder import picture_key
-from retouch.families.qwen.base import NEGATIVE
+from retouch.families.qwen.spec import NEGATIVE
+from retouch.lru import LruCache
 from retouch.observe.grids import grid
 from retouch.observe.timing import Stopwatch
 from retouch.rewards.protocol import RewardItem
@@ -66,7 +66,7 @@ class CompletionScorer:
     def __init__(self, run: VlmRun) -> None:
         self.run = run
         self.ends = {*run.end_tokens, run.tokenizer.pad_token_id}
-        self._negatives: OrderedDict[str, Tensor] = OrderedDict()  # by the image: ids repeat in other data sets
+        self._negatives: LruCache[str, Tensor] = LruCache(KEPT_NEGATIVES)  # by the image: ids repeat in other data sets
 
     def score(
         self,
@@ -173,19 +173,15 @@ class CompletionScorer:
         """States of the negative prompt with each example's source image."""
         base = self.run.algorithm.encodes_negatives == "base"
         if not base:
-            self._negatives.clear()
+            self._negatives = LruCache(KEPT_NEGATIVES)
         keys = [" ".join(map(picture_key, sources_of(example))) for example in examples]
-        missing = {key: e for key, e in zip(keys, examples, strict=True) if key not in self._negatives}
-        if missing:
-            prompts = self.run.prompts(list(missing.values()), [NEGATIVE] * len(missing))
-            states, _ = self._encode(policy, prompts, adapter=not base)
-            self._negatives |= dict(zip(missing, (state.cpu() for state in states), strict=True))
-        for key in keys:
-            self._negatives.move_to_end(key)
-        found = [self._negatives[key] for key in keys]
-        while len(self._negatives) > KEPT_NEGATIVES:
-            self._negatives.popitem(last=False)
-        return found
+        by_key = dict(zip(keys, examples, strict=True))
+
+        def encoded(missing: Sequence[str]) -> list[Tensor]:
+            prompts = self.run.prompts([by_key[key] for key in missing], [NEGATIVE] * len(missing))
+            return [state.cpu() for state in self._encode(policy, prompts, adapter=not base)[0]]
+
+        return self._negatives.get_all(keys, encoded)
 
     def _encode(self, policy: Any, responses: Responses, *, adapter: bool = True) -> tuple[list[Tensor], list[bool]]:
         run = self.run

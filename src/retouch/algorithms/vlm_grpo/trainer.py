@@ -319,10 +319,7 @@ class RunTrainer(GRPOTrainer):
 
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        votes: Any = self.accelerator.gather(
-            torch.tensor([float(flag)], dtype=torch.float32, device=self.accelerator.device)
-        )
-        return bool(votes.sum() > 0)
+        return any(gather_list([flag]))
 
     def between_cycles(self) -> bool:
         """Whether no completions are left to train on."""

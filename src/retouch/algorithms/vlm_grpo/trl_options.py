@@ -181,6 +181,7 @@ def check_names(trl: Mapping[str, Any]) -> None:
 
 def _fields(package: str, file: str, name: str) -> frozenset[str]:
     """Annotated names in the body of a dataclass of an installed package, which is not imported."""
+    # `retouch check` needs the names, and importing TRL would import torch
     spec = find_spec(package)
     path = Path(next(iter((spec and spec.submodule_search_locations) or [""]))) / file
     for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -164,6 +164,8 @@ def _with_targets(listed: Sequence[ItemFiles | ItemError], target: TargetRole) -
     names_files = any(item.target_path for item in items)
 
     def with_role(item: ItemFiles) -> ItemFiles:
+        # Decided for the whole list: where some items name a file, the source of another is its input, and not what it
+        # shall become.
         role: TargetRole = "none"
         if target == "file" or (target == "auto" and names_files):
             role = "file" if item.target_path else "none"

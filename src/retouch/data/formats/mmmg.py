@@ -97,6 +97,7 @@ class MmmgData(ProtocolData):
         items: list[ItemFiles | ItemError] = []
         cells = self.cells
         for where, level, discipline, row in rows:
+            # every row counts, chosen or not: an id must not depend on what else is chosen
             number, seen[level, discipline] = seen[level, discipline], seen[level, discipline] + 1
             if (level, discipline) not in cells:
                 continue
@@ -118,6 +119,7 @@ class MmmgData(ProtocolData):
                 "layout=train"
             )
         for table in tables_of(self.path) if self.hub_id is None else self._hub_tables():
+            # a table of the hub is one configuration, like PhD_Biology, which names what its rows may leave out
             named = _CONFIGURATION.search(table.name)
             for position, row in enumerate(table):
                 where = f"{table.name} row {position}"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from retouch.config.reads import ReadIf
-from retouch.families.base import AdapterFacts, ModelSection
+from retouch.families.base import ModelSection
+from retouch.families.facts import AdapterFacts
 from retouch.families.released import CLIP_L, SIGLIP_SO400M, T5_XXL, autoencoder
 
 if TYPE_CHECKING:

@@ -22,11 +22,9 @@ from retouch.families.diffusion import FamilyModel, pack, unpack
 from retouch.families.guidance import Tensors, doubled, each_half, guided, halves, is_guided
 from retouch.families.inputs import image_pixels
 from retouch.families.qwen.distillation import merge_distillation_lora
-from retouch.families.qwen.spec import NEGATIVE, QwenSection
+from retouch.families.qwen.spec import QwenSection
 from retouch.families.vae import QwenAutoencoder
 from retouch.types import Condition
-
-__all__ = ["NEGATIVE", "QwenModel", "padded", "picture_tensors", "pictures_in", "unpadded"]
 
 
 class QwenModel(FamilyModel):
@@ -93,6 +91,7 @@ class QwenModel(FamilyModel):
         if bool(pictures and pictures[0]) != ("source" in self.spec.needs):
             wants = "needs images to edit" if "source" in self.spec.needs else "takes no images to edit"
             raise ValueError(f"{self.spec.family} {wants}; given {len(pictures[0]) if pictures else 0} a row")
+        # one length for both: they may run as one doubled batch
         longest = max(len(states) for states in (*text, *negative))
         states, mask = padded(text, longest)
         tensors = {

@@ -22,13 +22,11 @@ from retouch.families.guidance import adapter_inputs
 from retouch.families.inputs import reference_inputs
 from retouch.families.loading import load_component
 from retouch.families.qwen import tiny
-from retouch.families.qwen.base import NEGATIVE, QwenModel
+from retouch.families.qwen.base import QwenModel
 from retouch.families.qwen.text import ChatStates, chat_encoders
 from retouch.families.qwen_image.spec import QwenImageModel
 from retouch.families.text import Encoding, Networks, TextEncoders
 from retouch.types import Condition, Example
-
-__all__ = ["NEGATIVE", "QwenImage"]
 
 
 class QwenImage(QwenModel):

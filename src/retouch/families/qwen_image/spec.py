@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from retouch.families.base import AdapterFacts, FamilySpec
+from retouch.families.base import FamilySpec
+from retouch.families.facts import AdapterFacts
 from retouch.families.qwen.spec import FACTS, QwenSection
 from retouch.families.released import SIGLIP_SO400M
 

@@ -46,8 +46,6 @@ from retouch.families.vae import QwenAutoencoder
 from retouch.imaging.fitting import stack_above
 from retouch.types import Condition, Example
 
-__all__ = ["QwenImage21", "QwenImage21Autoencoder"]
-
 
 class QwenImage21Autoencoder(QwenAutoencoder):
     """The autoencoder of Qwen-Image-2.1, whose images have an alpha channel: opaque in, on white out."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from retouch.adapters.hosts import Host
 from retouch.adapters.shape import AdapterShape
-from retouch.families.base import AdapterFacts
+from retouch.families.facts import AdapterFacts
 
 
 class UnetHost(Host):

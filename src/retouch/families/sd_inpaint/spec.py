@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from retouch.families.base import AdapterFacts, FamilySpec, ModelSection
+from retouch.families.base import FamilySpec, ModelSection
+from retouch.families.facts import AdapterFacts
 from retouch.families.released import CLIP_H, CLIP_L, autoencoder
 
 

@@ -29,8 +29,6 @@ from retouch.families.text import Encoding, Networks, TextEncoders
 from retouch.families.z_image.spec import ZImageModel
 from retouch.types import Condition, Example
 
-__all__ = ["ZImage"]
-
 
 class ZImage(FamilyModel):
     """The family protocol (`retouch.types.DiffusionModel`) for Z-Image, with a source and mask or without."""

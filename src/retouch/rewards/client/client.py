@@ -21,7 +21,7 @@ import uuid
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,7 +79,7 @@ class _Request:
     deadline: float
 
 
-class RewardClient:
+class RewardClient(AbstractContextManager["RewardClient", None]):
     """Scores on one or more servers that all serve the same rewards.
 
     Args:
@@ -159,9 +159,6 @@ class RewardClient:
         if not forked:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-
-    def __enter__(self) -> RewardClient:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

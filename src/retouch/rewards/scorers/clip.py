@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retouch.config.base import Count
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.files.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.weights import image_processor, loading, model_path, train_extra, version_of
+from retouch.rewards.scorers.weights import image_processor, loading, model_path, version_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class ClipTowers:
         Raises:
             ConfigError: transformers is missing, or there is no such model.
         """
-        with train_extra():
+        with installed():
             import torch
             from transformers import AutoTokenizer, CLIPModel
         self.torch = torch

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import model_validator
-
 from retouch.config.base import Count, NonNegative, Text
 from retouch.errors import ConfigError, shown
 from retouch.files.disk import expanded
@@ -29,7 +27,6 @@ from retouch.rewards.scorers.judged import (
     integer_schema,
     read_integers,
     read_object,
-    require_prompts,
     schema_of,
     whole,
 )
@@ -92,6 +89,7 @@ class ComplexEditReward(JudgeEntry):
     `openai_judge`."""
 
     images = frozenset({"source"})
+    published_in = _WHERE
     scores_edits = True
     RETIRED: ClassVar[Mapping[str, object]] = {"alignment_weight": 0.6, "quality_weight": 0.4}
 
@@ -109,11 +107,6 @@ class ComplexEditReward(JudgeEntry):
     prompts: Annotated[Text | None, PUBLISHED] = None
     """For wording=published: your copy of the folder `complex_edit/eval` of the published code, with
     `prompt_alignment.py` and `prompt_quality.py`, which the package does not contain; they are not run."""
-
-    @model_validator(mode="after")
-    def _has_its_prompts(self) -> ComplexEditReward:
-        require_prompts(self, self.wording, self.prompts, _WHERE)
-        return self
 
     def questions(self, group_size: int) -> tuple[Question, ...]:
         return (

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.base import Count, Text
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.weights import loading, read_weights, require_all, train_extra, version_of, weights_file
+from retouch.rewards.scorers.weights import loading, read_weights, require_all, version_of, weights_file
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class HpsV2Scorer(PackageScorer[HpsV2Reward]):
         Raises:
             ConfigError: transformers is missing, or there are no such weights.
         """
-        with train_extra():
+        with installed():
             import torch
             from transformers import AutoTokenizer, CLIPModel
         o = self.options

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.base import Count, Text
+from retouch.errors import installed
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.weights import image_processor, loading, train_extra, version_of
+from retouch.rewards.scorers.weights import image_processor, loading, version_of
 from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Encoder:
     """
 
     def __init__(self, path: str, device: str) -> None:
-        with train_extra("an image encoder"):
+        with installed("an image encoder"):
             import torch
             from transformers import AutoConfig, AutoModel
         with loading("path", path) as place:

@@ -17,9 +17,9 @@ import numpy as np
 from retouch.config.base import Count
 from retouch.errors import ConfigError, first_line
 from retouch.files.hub import require_hub
+from retouch.process.machine import installed_version
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.reading import importlib_version
 from retouch.rewards.scorers.weights import model_path, version_of
 from retouch.types import Failure, Outcome, Score
 
@@ -76,7 +76,7 @@ class ImscoreScorer(PackageScorer[ImscoreReward]):
     [B, 1]."""
 
     def __init__(self, options: ImscoreReward) -> None:
-        super().__init__(options, f"{options.scorer} {options.path} imscore {importlib_version('imscore')}")
+        super().__init__(options, f"{options.scorer} {options.path} imscore {installed_version('imscore')}")
         self._model: Any = None
 
     def load(self, device: str) -> None:

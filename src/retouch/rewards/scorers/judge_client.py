@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import io
 import logging
-import os
 import random
 import threading
 import time
@@ -347,11 +346,6 @@ class JudgeClient:
     def _redacted(self, text: str) -> str:
         """The text as one line without the key, which a server may echo."""
         return one_line(text, self._key)
-
-
-def has_key() -> bool:
-    """Whether the environment holds a key."""
-    return bool(os.environ.get(KEY_VARIABLE, "").strip())
 
 
 def image_part(pixels: Pixels, encoding: Encoding = "png") -> dict[str, Any]:

@@ -242,6 +242,8 @@ def read_by(read: Callable[[str], Answer], choice: Mapping[str, Any]) -> Answer:
     text, message = text_of(choice), choice["message"]
     thought = next((name for name in ("reasoning_content", "reasoning") if message.get(name)), None)
     ending = cut(choice, text)
+    # An empty text is an answer only where the endpoint sends it as one. Where the model only thought, or was cut,
+    # `read` would report an empty answer and not its cause.
     if not text.strip() and (message.get("content") != "" or thought or ending or message.get("tool_calls")):
         kind = f"only {thought}" if thought else "a tool call" if message.get("tool_calls") else "no text"
         raise ValueError(f"the reply has {kind}{ending}")

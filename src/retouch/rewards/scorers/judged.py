@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -22,7 +23,7 @@ from retouch.rewards.addresses import is_local, is_openai
 from retouch.rewards.base import PackageScorer, Question, RewardEntry
 from retouch.rewards.judge import COMMON, JudgeConfig
 from retouch.rewards.protocol import RewardItem, raised
-from retouch.rewards.scorers.judge_client import KEY_VARIABLE, Budget, BudgetSpent, JudgeClient, JudgeError, has_key
+from retouch.rewards.scorers.judge_client import KEY_VARIABLE, Budget, BudgetSpent, JudgeClient, JudgeError
 from retouch.rewards.scorers.judge_replies import read_by, text_of
 from retouch.types import Failure, Outcome
 
@@ -53,6 +54,8 @@ class JudgeEntry(JudgeConfig, RewardEntry):
     licence = "of the model"
     unscored = frozenset({"model", "address", "prompts"})  # the revision names what is served and asked
     cpu_only = "the judge's model runs at the endpoint of `address`; leave device out"
+    published_in: ClassVar[str] = ""
+    """Place of what the option `prompts` is a copy of; "" of an entry that has none."""
 
     from_judge: list[str] = Field(default=[])
     """Keys that the entry has from the section `judge`, which writes this; a stored run file has neither."""
@@ -114,6 +117,15 @@ class JudgeEntry(JudgeConfig, RewardEntry):
             raise ValueError("budget_dollars: given without prices; set price_in and price_out")
         return self
 
+    @model_validator(mode="after")
+    def _has_published_questions(self) -> JudgeEntry:
+        options = dict(self)  # of an entry whose questions the package may not contain
+        asks_published = self.published_in and options.get("wording", "published") == "published"
+        if asks_published and self.is_made_here and options["prompts"] is None:
+            wording = " with wording=published" if "wording" in options else ""
+            raise ValueError(f"prompts: not set{wording}; set it to your copy of {self.published_in}")
+        return self
+
     @property
     def _is_paid(self) -> bool:
         """Whether the endpoint is known to be paid; those of others are the user's own, or have prices given."""
@@ -140,19 +152,6 @@ def uncropped(name: str) -> str:
         f"rewards.{name}.crop: given 'mask_box', but the reference image stays whole: the judge compares a crop with "
         "all of it; leave crop out"
     )
-
-
-def require_prompts(entry: JudgeEntry, wording: Literal["own", "published"], prompts: str | None, where: str) -> None:
-    """Check that `prompts` is set with wording=published.
-
-    Args:
-        where: what `prompts` must be a copy of.
-
-    Raises:
-        ValueError: "prompts: ...; set ...".
-    """
-    if wording == "published" and prompts is None and entry.is_made_here:
-        raise ValueError(f"prompts: not set with wording=published; set it to your copy of {where}")
 
 
 Judged = TypeVar("Judged", bound=JudgeEntry)
@@ -186,7 +185,7 @@ class JudgeScorer(PackageScorer[Judged]):
             raise ConfigError(f"reward {o.scorer!r}: {error}") from None
         except ValueError as error:
             raise ConfigError(f"reward {o.scorer!r}: address: {error}") from None
-        if is_openai(self.judge.address) and not has_key():
+        if is_openai(self.judge.address) and not os.environ.get(KEY_VARIABLE, "").strip():
             raise ConfigError(
                 f"reward {o.scorer!r}: {KEY_VARIABLE} is not set, which {self.judge.address} requires; export "
                 f"{KEY_VARIABLE}=..., or JUDGE_URL=http://host:port/v1 for another judge"

@@ -9,15 +9,14 @@ import importlib
 import importlib.metadata
 import os
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
 
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.imaging.lines import greedy_reading
 from retouch.process.machine import threads_sleep
 from retouch.registry import load_attribute
@@ -59,20 +58,8 @@ def open_reader(engine: str, threads: int) -> LineReader:
     kinds: Mapping[str, Callable[[int], LineReader]] = {
         "easyocr": EasyOcr, "tesseract": Tesseract, "ddddocr": Ddddocr,
     }  # fmt: skip
-    with _installed(engine):
+    with installed(f"engine: given {engine!r}, which", "readers"):
         return kinds[engine](threads)
-
-
-@contextmanager
-def _installed(engine: str) -> Iterator[None]:
-    """Inside, a package that is not installed is a ConfigError with the command that installs it."""
-    try:
-        yield
-    except ImportError as error:
-        extra = "train" if error.name == "torch" else "readers"
-        raise ConfigError(
-            f'engine: given {engine!r}, which needs {error.name}: pip install "retouch[{extra}]"'
-        ) from None
 
 
 def _file_of(package: str, name: str) -> Path:

@@ -23,7 +23,7 @@ from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.scorers.copied_texts import copied_text
 from retouch.rewards.scorers.fn import find_function, source_digest
 from retouch.rewards.scorers.judge_client import image_part
-from retouch.rewards.scorers.judged import PUBLISHED, JudgeEntry, JudgeScorer, read_object, require_prompts, schema_of
+from retouch.rewards.scorers.judged import PUBLISHED, JudgeEntry, JudgeScorer, read_object, schema_of
 from retouch.rewards.scorers.knowledge_graph import (
     KnowledgeGraph,
     closed_ged,
@@ -70,6 +70,8 @@ class MmmgReward(JudgeEntry):
     MMMG's own score only with wording=published, ged=networkx and readability together; anything else is an MMMG-style
     score."""
 
+    published_in = _WHERE
+
     scorer: Literal["mmmg"] = "mmmg"
     ged: Literal["closed", "networkx"] = "closed"
     """Distance to the graph: exact (missing nodes and edges); or the published one, a heuristic that is never lower
@@ -109,11 +111,6 @@ class MmmgReward(JudgeEntry):
             raise ValueError(
                 f"readability: given {self.readability!r}; write sam2, or module:function, like my_segmenter:regions"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_its_prompts(self) -> MmmgReward:
-        require_prompts(self, self.wording, self.prompts, _WHERE)
         return self
 
     def advice(self, name: str) -> list[str]:

@@ -15,9 +15,10 @@ from pydantic import model_validator
 
 from retouch.config.base import Unit
 from retouch.imaging.lines import folded
+from retouch.process.machine import installed_version
 from retouch.rewards.protocol import Pixels, RewardItem, text_to_read
 from retouch.rewards.scorers import line_readers
-from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer, crop_for, importlib_version, unreadable
+from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer, crop_for, unreadable
 from retouch.rewards.text_distance import text_similarity
 from retouch.types import Failure, Outcome, Score
 
@@ -62,7 +63,7 @@ class OcrReward(ReadingEntry):
 
     def reader(self) -> str:
         packages = line_readers.PACKAGES.get(self.engine)
-        return " ".join([self.engine, *map(importlib_version, packages)]) if packages else super().reader()
+        return " ".join([self.engine, *map(installed_version, packages)]) if packages else super().reader()
 
     def make(self) -> OcrScorer:
         return OcrScorer(self)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from retouch.errors import ConfigError
+from retouch.process.machine import installed_version
 from retouch.rewards.protocol import Pixels
 
 
@@ -90,10 +90,7 @@ class PaddleReader:
 
 def version() -> str:
     """Version of paddleocr; "0" if it is missing."""
-    try:
-        return importlib.metadata.version("paddleocr")
-    except importlib.metadata.PackageNotFoundError:
-        return "0"
+    return installed_version("paddleocr", "0")
 
 
 def bgr(pixels: Pixels) -> Pixels:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from PIL import Image
 
 from retouch.config.base import Count, Text
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
 from retouch.rewards.rubrics import PROMPT, rubric
-from retouch.rewards.scorers.weights import loading, read_weights, require_all, train_extra, version_of, weights_file
+from retouch.rewards.scorers.weights import loading, read_weights, require_all, version_of, weights_file
 from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class HeadScorer(PackageScorer[HeadReward]):
         Raises:
             ConfigError: transformers is missing, or there are no such weights or no such base.
         """
-        with train_extra():
+        with installed():
             import torch
             import transformers
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil

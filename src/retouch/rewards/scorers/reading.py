@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.metadata
 import math
 import unicodedata
 from collections.abc import Sequence
@@ -18,10 +17,10 @@ from pydantic import Field
 
 from retouch.config.base import Text
 from retouch.config.errors import nearest
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.imaging.lines import Bounds, folded, joined
 from retouch.imaging.masks import MASK_THRESHOLD, Box, mask_box, widen
-from retouch.process.machine import threads_sleep
+from retouch.process.machine import installed_version, threads_sleep
 from retouch.process.plain_text import some_of
 from retouch.rewards.base import PackageScorer, RewardEntry
 from retouch.rewards.protocol import Pixels, RewardItem
@@ -99,7 +98,7 @@ class ReadingEntry(RewardEntry):
     def reader(self) -> str:
         """The engine, its version and language, for revisions."""
         # 2: texts beyond its dictionary fail
-        version = importlib_version("rapidocr") if self.engine == "rapidocr" else f"{paddle.version()} 2"
+        version = installed_version("rapidocr") if self.engine == "rapidocr" else f"{paddle.version()} 2"
         return f"{self.engine} {version}" + (f" {self.language}" if self.language else "")
 
     def lacking(self, text: str) -> list[str]:
@@ -108,7 +107,7 @@ class ReadingEntry(RewardEntry):
         if self.engine in line_readers.PACKAGES:
             return missing_characters(text, _comparable(line_readers.CHARACTERS)) if self.is_made_here else []
         default = self.is_made_here and self.engine == "rapidocr" and self.language is None
-        if not default or text.isascii() or importlib_version("rapidocr") == "missing":
+        if not default or text.isascii() or installed_version("rapidocr") == "missing":
             return []
         return missing_characters(text, packaged_characters())
 
@@ -149,10 +148,8 @@ class ReadingScorer(PackageScorer[Reads]):
         if self.options.engine in line_readers.PACKAGES:
             self._lines = line_readers.open_reader(self.options.engine, self.options.threads)
             return
-        try:
+        with installed(f"the {self.options.scorer} reward", "ocr"):
             from rapidocr import RapidOCR
-        except ImportError:
-            raise ConfigError(f'the {self.options.scorer} reward needs rapidocr: pip install "retouch[ocr]"') from None
         _let_sessions_sleep()
         language = {} if self.options.language is None else _rapid_language(self.options.language)
         self._engine = RapidOCR(
@@ -365,11 +362,3 @@ def crop_box(item: RewardItem, margin: float) -> Box:
     """The box of `crop_for` in the image."""
     height, width = item.image.shape[:2]
     return (0, 0, width, height) if item.mask is None else widen(mask_box(item.mask), margin, width, height)
-
-
-def importlib_version(package: str) -> str:
-    """Installed version of a package; "missing" without one."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from retouch.errors import installed
 from retouch.imaging.lines import Bounds
 from retouch.rewards.protocol import Pixels
 from retouch.rewards.scorers.mask_generation import region_boxes
 from retouch.rewards.scorers.ocr_lines import OcrLinesReward
 from retouch.rewards.scorers.reading import FoundLine
-from retouch.rewards.scorers.weights import loading, train_extra, version_of
+from retouch.rewards.scorers.weights import loading, version_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +85,7 @@ class Sam2Predictor:
         Raises:
             ConfigError: transformers is missing, or there is no such model.
         """
-        with train_extra():
+        with installed():
             import torch
             from transformers import Sam2Model
         with loading("segmenter", path) as place:

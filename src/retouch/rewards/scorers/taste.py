@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from retouch.config.base import Text
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.rewards.base import PixelScorer, RewardEntry
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.weights import expanded, named_file, train_extra
+from retouch.rewards.scorers.weights import expanded, named_file
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class TasteReward(RewardEntry):
         from retouch.taste.head import read_taste
 
         fitted, own = read_taste(file, f"{key}.path"), run.evaluation.data
+        # a gold taste scores evaluations alone, whose images may have other sizes than those of training
         scored = {"data": run.data} if self.role == "train" or own is None else {}
         for name, data in (scored | ({} if own is None else {"evaluation.data": own})).items():
             sizes = {*data.sizes}
@@ -72,7 +73,7 @@ class TasteScorer(PixelScorer[TasteReward]):
         Raises:
             ConfigError: no such head, or an encoder with other weights than the one it was fitted on.
         """
-        with train_extra("a taste"):
+        with installed("a taste"):
             import torch
 
             from retouch.taste.extractor import Extractor

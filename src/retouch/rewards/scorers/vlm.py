@@ -16,10 +16,10 @@ from PIL import Image
 from pydantic import Field
 
 from retouch.config.base import Count, Text, Unit, containing
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, installed
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import RewardItem
-from retouch.rewards.scorers.weights import loading, train_extra, version_of
+from retouch.rewards.scorers.weights import loading, version_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class VlmScorer(PackageScorer[VlmReward]):
         Raises:
             ConfigError: transformers is missing, there is no such model, or its tokenizer has no token of a score.
         """
-        with train_extra():
+        with installed():
             import torch
             from transformers import AutoModelForImageTextToText, AutoTokenizer
             from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil

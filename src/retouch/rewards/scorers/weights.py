@@ -18,15 +18,6 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def train_extra(what: str = "this reward") -> Iterator[None]:
-    """Inside, a library that is not installed is a ConfigError with the command that installs it."""
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(f'{what} needs {error.name}: pip install "retouch[train]"') from None
-
-
-@contextmanager
 def loading(option: str, path: str) -> Iterator[str]:
     """Inside, transformers loads what an option names, by the path that this returns: a hub id that is not to be had,
     or a folder that it cannot read, is a ConfigError of the option."""

@@ -149,18 +149,18 @@ class LocalOnly:
         await self._app(scope, receive, send)
 
 
+@dataclass
 class Authorize:
     """Rejects requests without the bearer token, except /livez."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app = app
-        self._token = token
+    app: ASGIApp
+    token: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/livez" and not bears(scope["headers"], self._token):
+        if scope["type"] == "http" and scope["path"] != "/livez" and not bears(scope["headers"], self.token):
             await error_reply(401, "a bearer token is required", close=True)(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 def bears(headers: Iterable[tuple[bytes, bytes]], token: str) -> bool:

@@ -54,22 +54,22 @@ class _Line:
     units: deque[_Unit] = field(default_factory=deque[_Unit])
 
 
+@dataclass(eq=False)
 class Batcher:
     """Sends batches to the worker, one at a time.
 
-    Args:
+    Attributes:
         max_batch: items per batch.
         max_wait_s: maximum batching delay while the worker is free.
         watch: called after every batch.
     """
 
-    def __init__(
-        self, worker: ProcessWorker, max_batch: int, max_wait_s: float, watch: Watch = lambda items, work: None
-    ):
-        self.worker = worker
-        self.max_batch = max_batch
-        self.max_wait_s = max_wait_s
-        self._watch = watch
+    worker: ProcessWorker
+    max_batch: int
+    max_wait_s: float
+    watch: Watch = lambda items, work: None
+
+    def __post_init__(self) -> None:
         self._lines: dict[Key, _Line] = {}
         self._strikes: OrderedDict[bytes, int] = OrderedDict()
         self._changed = asyncio.Event()
@@ -117,7 +117,7 @@ class Batcher:
 
     async def _run(self) -> None:
         while True:
-            key = self._oldest()
+            key = min(self._lines, key=lambda key: self._lines[key].units[0].arrived, default=None)
             if key is None:
                 self._changed.clear()
                 await self._changed.wait()
@@ -142,9 +142,6 @@ class Batcher:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
-    def _oldest(self) -> Key | None:
-        return min(self._lines, key=lambda key: self._lines[key].units[0].arrived, default=None)
-
     async def _score_one_batch(self, key: Key, line: _Line) -> None:
         now = time.monotonic()
         units: list[_Unit] = []
@@ -155,7 +152,7 @@ class Batcher:
             if unit.deadline < now:
                 _answer(unit, dict.fromkeys(line.rewards, LATE))
                 continue
-            strikes = self._strikes_of(line.rewards, unit)
+            strikes = self._strikes.get(_print_of(line.rewards, unit)) if self._strikes else None
             if strikes is not None and strikes >= STRIKES:
                 message = f"the worker ended {strikes} times while it scored this item alone"
                 _answer(unit, dict.fromkeys(line.rewards, Failure("quarantined", message)))
@@ -192,13 +189,9 @@ class Batcher:
             if self._strikes:
                 for unit in units:
                     self._strikes.pop(_print_of(line.rewards, unit), None)
-        self._watch(len(units), work)
+        self.watch(len(units), work)
         for i, unit in enumerate(units):
             _answer(unit, {name: outcomes[name][i] for name in line.rewards})
-
-    def _strikes_of(self, rewards: Sequence[str], unit: _Unit) -> int | None:
-        """Strikes of a suspect; None for any other item."""
-        return self._strikes.get(_print_of(rewards, unit)) if self._strikes else None
 
     def _suspect(self, rewards: Sequence[str], units: Sequence[_Unit]) -> None:
         """Mark the items of a batch whose worker ended; an item that was alone gets a strike."""
