@@ -178,6 +178,13 @@ def test_a_name_that_changes_with_every_reply_does_not_grow_the_revision() -> No
     assert scorer.spec.revision.count("fp_1") == 16
 
 
+def test_fingerprints_that_change_with_every_reply_hide_no_other_model() -> None:
+    client = JudgeClient("http://127.0.0.1:1/v1", "judge", Budget())
+    for name in (*(f"one fp_{i}" for i in range(20)), "other fp_0", "one fp_20"):
+        client._note_served(name)
+    assert client.served.count("one fp_") == 16 and client.served.endswith("other fp_0")
+
+
 def test_a_server_tells_the_revision_of_a_swapped_model(caplog: pytest.LogCaptureFixture) -> None:
     """With the reply of the batch in which it was heard of, so that nothing of it is kept under the old one."""
     with OpenAIServer() as server:
