@@ -109,6 +109,6 @@ def read_taste(path: Path, option: str = "path") -> TasteFile:
         [(height, width) for height, width in sizes],
         window,
         about,
-        masked != [False],  # earlier files do not tell
+        masked != [False],  # absent in earlier files
         digest,
     )

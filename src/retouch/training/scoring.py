@@ -134,7 +134,7 @@ def _outage_waited_out(
             )
         logger.warning("rewards are unavailable, waiting up to %.0f s more: %s", left, summary(list(away.values())))
         if not table.wait_ready(min(left, _READY_S), every_server=False):
-            # A reward is asked for the rows that it lacks alone: those of others may have a price.
+            # Each reward scores again only the rows without its score: the scores of others may have a price.
             asked: dict[tuple[int, ...], list[str]] = {}
             for name, column in columns.items():
                 lacking = [row for row in away if _may_succeed(column[row])]
