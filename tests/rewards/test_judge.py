@@ -108,7 +108,14 @@ def test_little_mass_on_the_score_tokens_is_a_failure() -> None:
         scorer = made(server)
         server.digits = 0.3
         (failure,) = score_checked(scorer, [grey(100)])
-    assert isinstance(failure, Failure) and failure.code == "low_mass" and "0.30 of the probability" in failure.message
+        assert isinstance(failure, Failure) and failure.code == "low_mass"
+        assert "0.30 of the probability" in failure.message
+        server.top = lambda brightness: [{"token": "5", "logprob": 0.0}]  # type: ignore[method-assign]
+        assert values(score_checked(made(server, min_mass=1.0), [grey(100)])) == [1.0]  # the least that is enough
+        server.top = lambda brightness: [{"token": "x", "logprob": 0.0}]  # type: ignore[method-assign]
+        scorer.options = scorer.options.model_copy(update={"min_mass": 0.0})
+        (none,) = score_checked(scorer, [grey(100)])
+    assert isinstance(none, Failure) and none.code == "low_mass"
 
 
 def test_variants_of_a_token_are_summed_and_other_words_are_not() -> None:
