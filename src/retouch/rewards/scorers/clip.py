@@ -14,14 +14,7 @@ from retouch.errors import ConfigError
 from retouch.files.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.weights import (
-    image_processor,
-    loading,
-    model_path,
-    processed,
-    train_extra,
-    version_of,
-)
+from retouch.rewards.scorers.weights import image_processor, loading, model_path, processed, train_extra, version_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:

@@ -209,12 +209,8 @@ class ReadingScorer(PackageScorer[Reads]):
     def read_texts(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
         """The text of all lines of each RGB crop, `joined`, and its mean confidence; ("", 0.0) without lines."""
         found = [in_reading_order(lines) for lines in self.find_lines(crops)]
-        return [
-            (joined(one.text for one in lines), float(np.mean([one.confidence for one in lines])))
-            if lines
-            else ("", 0.0)
-            for lines in found
-        ]
+        sure = [float(np.mean([line.confidence for line in lines])) if lines else 0.0 for lines in found]
+        return [(joined(line.text for line in lines), one) for lines, one in zip(found, sure, strict=True)]
 
     def read_lines(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
         """Text and confidence of each RGB crop, which holds one line."""
