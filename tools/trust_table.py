@@ -632,6 +632,10 @@ FINDINGS = {
         "rewards/test_judge_replies.py",
         "test_an_address_with_a_query_and_another_header",
     ),
+    "During an outage of one reward, the others, a paid judge among them, were asked again with every attempt": (
+        "rollout/test_settle.py",
+        "test_a_reward_that_scored_an_image_is_not_asked_again_for_another_reward",
+    ),
     "The cache returned scores of other options of a scorer": (
         "rewards/test_revisions.py",
         "test_a_scorer_that_names_no_revision_has_keys_by_its_options",

@@ -13,6 +13,7 @@ import torch
 
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.protocol import CheckedScorer, RewardItem, ScorerSpec
+from retouch.rewards.scorers.jpeg_size import JpegSizeReward
 from retouch.rewards.scorers.pairwise import PairwiseReward
 from retouch.rewards.table import RewardTable
 from retouch.training import experience
@@ -123,6 +124,16 @@ def test_a_run_that_resamples(config: Config, scorer: Brightest, monkeypatch: py
 
 def padding_of(slots: Sequence[Any]) -> list[Any]:
     return [experience.Slot(slot.example, slot.index, padding=True) for slot in slots[-2:]]
+
+
+def test_an_evaluation_asks_no_judge_of_groups_that_shares_a_place(scorer: Brightest) -> None:
+    """Its values were dropped, and its questions paid."""
+    entries = {"pairwise": PairwiseReward(**PAIRWISE["pairwise"]), "jpeg_size": JpegSizeReward(paste_back=False)}
+    table = RewardTable(entries, RewardClientConfig())
+    table.start()
+    [scores] = settle(table, [table.submit([item(i, group=0) for i in range(4)], training=False)], RewardClientConfig())
+    table.close()
+    assert list(scores.outcomes) == ["jpeg_size"] and scorer.seen == []
 
 
 # --- samples without numbers, and calls that fail ---

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from retouch.config import ConfigError
 from retouch.rewards.pixels import unit_pixels
 from retouch.rewards.scorers import make_scorer
-from retouch.rewards.scorers.hps import clip_weights, padded
+from retouch.rewards.scorers.hps import cleaned, clip_weights, padded
 from tests.rewards.fakes import item, picture, score_checked, values
 from tests.tiny_models import tiny_clip
 
@@ -119,6 +119,20 @@ def test_the_weights_of_open_clip_score_as_its_network_does(
         expected.append(open_clip_score(weights, pixels, ids, tokens.eos_token_id))
     assert values(score_checked(scorer_of(path), batch)) == pytest.approx(expected, abs=1e-6)
     assert len({round(value, 3) for value in expected}) == 3
+
+
+def test_prompts_are_cleaned_as_open_clip_cleans_them(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    """transformers' tokenizer has other tokens for “SALE” than for "SALE", and open_clip's has the same."""
+    same = [
+        'a sign "SALE" & it\'s open',
+        "a sign “SALE” &amp; it’s open",
+        "a sign &ldquo;SALE‟ &amp;amp; it‘s　ｏｐｅｎ",
+    ]
+    assert {cleaned(prompt) for prompt in same} == {same[0]} and cleaned("ﬁne ﬂower") == "fine flower"
+    torch.save({"state_dict": weights}, tmp_path / "HPS_v2.1_compressed.pt")
+    image = picture(0, 24, 24)
+    straight, curly, wide = values(score_checked(scorer_of(tmp_path), [item(0, image=image, prompt=p) for p in same]))
+    assert straight == pytest.approx(curly, abs=1e-6) == pytest.approx(wide, abs=1e-6)
 
 
 def test_every_weight_has_one_name_and_none_is_lost(weights: dict[str, Tensor]) -> None:

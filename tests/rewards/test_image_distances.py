@@ -130,6 +130,24 @@ def tiny_vit() -> str:
 
 
 @pytest.mark.parametrize("encoder", [tiny_clip, tiny_vit])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_image_of_as_few_rows_as_channels_is_embedded_as_what_it_is(encoder: Callable[[], str], rows: int) -> None:
+    """It is one colour, which no resizing changes."""
+    thin, square = (np.full((height, 40, 3), (200, 60, 10), np.uint8) for height in (rows, 40))
+    scorer = make_scorer("image_similarity", {"path": encoder(), "against": "reference"})
+    scorer.load("cpu")
+    [outcome] = scorer.score([RewardItem(0, "", thin, reference=square)])
+    assert isinstance(outcome, Score) and outcome.value == pytest.approx(1, abs=1e-5)
+    if encoder is tiny_clip:
+        clip = make_scorer("clip", {"path": encoder()})
+        clip.load("cpu")
+        one, other = (
+            outcome.value for outcome in clip.score([RewardItem(0, "red", thin), RewardItem(1, "red", square)])
+        )  # type: ignore[union-attr]
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.parametrize("encoder", [tiny_clip, tiny_vit])
 def test_similarity_is_the_cosine_of_two_embeddings(encoder: Callable[[], str]) -> None:
     a, b = images()
     path = encoder()

@@ -108,7 +108,14 @@ def test_little_mass_on_the_score_tokens_is_a_failure() -> None:
         scorer = made(server)
         server.digits = 0.3
         (failure,) = score_checked(scorer, [grey(100)])
-    assert isinstance(failure, Failure) and failure.code == "low_mass" and "0.30 of the probability" in failure.message
+        assert isinstance(failure, Failure) and failure.code == "low_mass"
+        assert "0.30 of the probability" in failure.message
+        server.top = lambda brightness: [{"token": "5", "logprob": 0.0}]  # type: ignore[method-assign]
+        assert values(score_checked(made(server, min_mass=1.0), [grey(100)])) == [1.0]  # the least that is enough
+        server.top = lambda brightness: [{"token": "x", "logprob": 0.0}]  # type: ignore[method-assign]
+        scorer.options = scorer.options.model_copy(update={"min_mass": 0.0})
+        (none,) = score_checked(scorer, [grey(100)])
+    assert isinstance(none, Failure) and none.code == "low_mass"
 
 
 def test_variants_of_a_token_are_summed_and_other_words_are_not() -> None:
@@ -176,6 +183,13 @@ def test_a_name_that_changes_with_every_reply_does_not_grow_the_revision() -> No
             server.served = f"judge-{i}"
             score_checked(scorer, [grey(51)])
     assert scorer.spec.revision.count("fp_1") == 16
+
+
+def test_fingerprints_that_change_with_every_reply_hide_no_other_model() -> None:
+    client = JudgeClient("http://127.0.0.1:1/v1", "judge", Budget())
+    for name in (*(f"one fp_{i}" for i in range(20)), "other fp_0", "one fp_20"):
+        client._note_served(name)
+    assert client.served.count("one fp_") == 16 and client.served.endswith("other fp_0")
 
 
 def test_a_server_tells_the_revision_of_a_swapped_model(caplog: pytest.LogCaptureFixture) -> None:

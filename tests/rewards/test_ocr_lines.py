@@ -14,8 +14,8 @@ from retouch.imaging.glyphs import font_path
 from retouch.rewards.protocol import Pixels, RewardItem, lines_to_read
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.ocr import OcrScorer
-from retouch.rewards.scorers.ocr_lines import OcrLinesReward, OcrLinesScorer, rows_of
-from retouch.rewards.scorers.reading import FoundLine
+from retouch.rewards.scorers.ocr_lines import OcrLinesReward, OcrLinesScorer
+from retouch.rewards.scorers.reading import FoundLine, rows_of
 from retouch.rewards.views import cropped
 from retouch.types import Failure, Score
 
@@ -100,6 +100,18 @@ def test_rows_in_reading_order() -> None:
     steps = [found("A", 0, 0, 9, 10), found("B", 10, 5, 19, 15), found("C", 20, 5.2, 29, 15.2)]
     assert [[line.text for line in row] for row in rows_of(steps)] == [["A", "B", "C"]]
     assert [len(row) for row in rows_of([steps[0], found("C", 20, 5.2, 29, 15.2)])] == [1, 1]
+
+
+def test_words_from_right_to_left_are_joined_in_their_order() -> None:
+    """A detector finds the words of a line apart, from the left; a number and Latin letters among them stay there."""
+    words = ["سوق", "المدينة", "24", "ab"]
+    boxes = [found(word, 150 - 50 * i, 10, 190 - 50 * i, 30) for i, word in enumerate(words)][::-1]
+    assert scored(boxes, [" ".join(words)]).value == 1.0
+    scorer = Recorded(OcrLinesReward(), [*boxes, found("قديم", 150, 60, 190, 80)])
+    assert scorer.read_texts([BLANK]) == [(" ".join([*words, "قديم"]), 1.0)]
+    latin = [found("B", 60, 8, 90, 22), found("A", 0, 10, 50, 24)]  # in the engine's order, whatever it is
+    assert Recorded(OcrLinesReward(), latin).read_texts([BLANK]) == [("B A", 1.0)]
+    assert Recorded(OcrLinesReward()).read_texts([BLANK]) == [("", 0.0)]
 
 
 def test_lines_with_places_are_read_there() -> None:

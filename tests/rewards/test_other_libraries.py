@@ -110,7 +110,9 @@ def paddleocr(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def lines(picture: Any) -> dict[str, Any]:
         found = bool(picture[..., 2].max())  # BGR: the red channel comes last
-        return {"rec_texts": ["MO", "KA"] if found else [], "rec_scores": [0.9, 0.7] if found else []}
+        corners = [[[x, 0], [x + 4, 0], [x + 4, 4], [x, 4]] for x in (0, 4)]
+        columns = {"rec_texts": ["MO", "KA"], "rec_scores": [0.9, 0.7], "rec_polys": corners}
+        return {name: column if found else [] for name, column in columns.items()}
 
     setattr(made, "PaddleOCR", lambda **o: Paddle(log, lines, **o))  # noqa: B010
     one = {"rec_text": "MOKA", "rec_score": 0.8}

@@ -160,6 +160,10 @@ def test_a_repeated_form_is_no_answer() -> None:
         with pytest.raises(ValueError, match="no line answers"):
             read_checklist(line, ["wall"])
     assert read_checklist("wall: yes/no\nwall: [no]\nword: yes, or nearly", ["wall", "word"]) == [False, True]
+    for names in (["-OH", "OH"], ["[Fe]", "Fe2"], ["1. Step", "2. Step"], ["p*", "p"]):  # with the marks of a list
+        for form in ("{}: {}", "- {}: {}", "* **{}**: {}"):
+            reply = "\n".join(form.format(name, answer) for name, answer in zip(names, ("yes", "no"), strict=True))
+            assert read_checklist(reply, names) == [True, False], reply
 
 
 def test_a_name_that_contains_an_answer_is_whole() -> None:

@@ -113,7 +113,7 @@ def test_the_engine_is_fed_what_it_makes_of_the_picture_itself(detect: bool) -> 
     class Engine:
         def __call__(self, picture: Any, **_: Any) -> Any:
             fed.append(picture)
-            return SimpleNamespace(txts=("MOKA",), scores=(1.0,))
+            return SimpleNamespace(txts=("MOKA",), scores=(1.0,), boxes=[[(0, 0), (99, 0), (99, 40), (0, 40)]])
 
         def _load_rec_model(self) -> Any:
             def recognizer(given: Any) -> Any:

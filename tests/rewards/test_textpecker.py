@@ -105,6 +105,9 @@ def test_scores_details_and_failures(transcripts: OpenAIServer) -> None:
     assert bad.code == "scorer_error" and "no JSON object" in bad.message
     [without] = scorer.score([item(0, image=np.zeros((8, 8, 3), np.uint8), prompt="a sign", metadata={})])
     assert isinstance(without, Failure) and without.code == "bad_item"
+    prompt = "a sign with 'SOP' above 'DAILY'"
+    [two] = scorer.score([item(0, image=np.zeros((8, 8, 3), np.uint8), prompt=prompt, metadata={})])
+    assert two.detail["semantic"] == pytest.approx(0.75 / 2)  # of two texts, one is read: S#OP
     asked = transcripts.asked[-1]
     assert asked["temperature"] == 0 and asked["max_tokens"] == 2048 and asked["repetition_penalty"] == 1.2
     assert "recognized_text" in text_of(asked)

@@ -15,7 +15,8 @@ from PIL import Image
 from retouch.rewards.client.config import RewardClientConfig
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers.preservation import PreservationReward
-from retouch.rewards.table import RewardTable, Scores, of_all
+from retouch.rewards.scorers.seam import SeamReward
+from retouch.rewards.table import LocalRewards, RewardTable, Scores, of_all
 from retouch.training import scoring as scorer
 from retouch.training.scoring import (
     FailureRateExceeded,
@@ -28,7 +29,18 @@ from retouch.training.scoring import (
 )
 from retouch.types import Example, Failure, Score
 from tests.fuzz.inputs import bounded
-from tests.rewards.fakes import HANG_S, Answer, Asked, FakeServer, closed_port, free_port, honest, items, reply
+from tests.rewards.fakes import (
+    HANG_S,
+    Answer,
+    Asked,
+    Brightness,
+    FakeServer,
+    closed_port,
+    free_port,
+    honest,
+    items,
+    reply,
+)
 
 Script = Callable[[Asked, int], Answer]
 
@@ -154,6 +166,33 @@ def test_only_rows_that_were_away_are_asked_again() -> None:
         (scores,) = settled(made, items(4))
         assert [by_prompt(asked) for asked in server.asked] == [[0, 1, 2, 3], [1]]
     assert scores.values("r") == [0.0, 1.0, None, 3.0]
+
+
+def test_a_reward_that_scored_an_image_is_not_asked_again_for_another_reward() -> None:
+    """It may have a price; one of this process too, and one on the server that failed the other."""
+    away = {"r": 1, "paid": 2}
+
+    def script(asked: Asked, number: int) -> Answer:
+        names = asked.manifest["rewards"]
+        sound = {**reply(asked.ids), "scorers": {name: {"revision": "1"} for name in names}}
+        for one, which in zip(sound["items"], by_prompt(asked), strict=True):
+            lost = [name for name in names if number == 0 and away[name] == which]
+            one["scores"] = {name: {"value": float(which)} for name in names if name not in lost}
+            one["errors"] = {name: {"code": "unavailable", "message": "no", "retryable": True} for name in lost}
+        return Answer(sound)
+
+    with FakeServer(script, info={"scorers": {"r": {"revision": "1"}, "paid": {"revision": "1"}}}) as server:
+        entries = {name: PreservationReward(url=[server.url]) for name in away} | {"here": SeamReward()}
+        made = RewardTable(entries, limits(timeout_s=30))
+        made.start()
+        local = Brightness()
+        made._backends[made._places["here"]] = LocalRewards({"here": local})
+        (scores,) = settled(made, items(4))
+        made.close()
+        assert [(asked.manifest["rewards"], by_prompt(asked)) for asked in server.asked] == [
+            (["r", "paid"], [0, 1, 2, 3]), (["r"], [1]), (["paid"], [2]),
+        ]  # fmt: skip
+    assert scores.values("r") == scores.values("paid") == [0.0, 1.0, 2.0, 3.0] and len(local.seen) == 4
 
 
 def test_a_reward_and_its_gate_need_not_succeed_in_the_same_attempt() -> None:

@@ -213,6 +213,18 @@ def test_a_batch_and_an_odd_mask_change_no_score(taste: Path) -> None:
     assert made.score([items[1]]) != made.score([items[2]])  # the view of the mask's box
 
 
+def test_a_fit_to_images_without_masks_scores_whole_images(taste: Path, votes: Path) -> None:
+    """Its features of the mask are those of the whole: of the mask of a run they would be others."""
+    bare, out = votes.with_name("bare.jsonl"), votes.with_name("bare.safetensors")
+    lines = [json.loads(line) for line in votes.read_text(encoding="utf-8").splitlines()[:40]]
+    for line in lines:
+        del line["left"]["mask"], line["right"]["mask"]
+    bare.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    fit_reward(bare, out, "tiny")
+    with_mask, without = (scorer(out).score([item(30.0, mask)])[0] for mask in (True, False))
+    assert with_mask == without and read_taste(taste).masked and not read_taste(out).masked
+
+
 def test_a_head_is_bound_to_the_weights_that_it_was_fitted_on(taste: Path, votes: Path) -> None:
     first = scorer(taste)
     assert read_taste(taste).digest in first.spec.revision

@@ -43,8 +43,10 @@ _ALIKE = str.maketrans(
     | dict.fromkeys("‐‑‒–—―−", "-")
     | dict.fromkeys("•‧∙⋅・", "·")
     | {"〜": "~", "‚": ",", "《": "«", "》": "»"}
+    | dict.fromkeys(map(chr, (*range(0x180B, 0x180E), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))), "")
 )
-"""Typographic variants -> the character as which they are compared: readers have one of them and not the others."""
+"""Typographic variants -> the character as which they are compared: readers have one of them and not the others.
+Variation selectors choose the form of the character before them, and none is read."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from retouch.config.run import RunConfig
 
-_TEXTS = "texts 2"
+_TEXTS = "texts 3"
 """In the revision of every scorer that compares texts: which text of a prompt is read (`retouch.rewards.quotes`), and
 how `ocr`, `ocr_lines`, `recognizer` and `glyph_structure` compare it (`retouch.imaging.lines.folded`)."""
 

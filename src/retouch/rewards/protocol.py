@@ -96,9 +96,11 @@ class Scorer(Protocol):
 class RewardBackend(Protocol):
     """Where rewards are computed: in this process, or on servers."""
 
-    def submit(self, items: Sequence[RewardItem]) -> Future[dict[str, list[Outcome]]]:
-        """Start scoring -> future of reward name -> one outcome per item, in order. It never raises for a failed
-        reward."""
+    def submit(
+        self, items: Sequence[RewardItem], rewards: Sequence[str] | None = None
+    ) -> Future[dict[str, list[Outcome]]]:
+        """Start scoring by all rewards, or by those named -> future of reward name -> one outcome per item, in order.
+        It never raises for a failed reward."""
         ...
 
     def wait_ready(self, timeout_s: float, every_server: bool = True) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -321,24 +321,35 @@ class RewardTable:
             raise KeyError(name)
         return backend.scorers[name], place.view, backend.device
 
-    def submit(self, items: Sequence[RewardItem], *, broken: Collection[int] = (), training: bool = True) -> Scores:
+    def submit(
+        self,
+        items: Sequence[RewardItem],
+        *,
+        broken: Collection[int] = (),
+        training: bool = True,
+        rewards: Collection[str] | None = None,
+    ) -> Scores:
         """Start scoring a batch -> its scores, pending.
 
         Args:
             broken: indices of items with NaN or Inf, which no scorer receives.
             training: False adds the gold rewards and leaves out those that compare samples of a group.
+            rewards: names of those that score; None: all.
         """
         places = {
             name: place
             for name, place in self._places.items()
-            if (place.kind != "gold" if training else name in self.evaluated)
+            if (place.kind != "gold" if training else name in self.evaluated) and (rewards is None or name in rewards)
         }
         # One view of the images for all rewards that share it, and one request for all rewards of a place. Broken
         # images are left out here, and get their failures in `Scores.result`.
         views = {View(): [item for i, item in enumerate(items) if i not in broken]}
         for view in {place.view for place in places.values()} - {View()}:
             views[view] = [viewed(item, view) for item in views[View()]]
-        parts = {place: self._backends[place].submit(views[place.view]) for place in dict.fromkeys(places.values())}
+        parts = {
+            place: self._backends[place].submit(views[place.view], [n for n, p in places.items() if p == place])
+            for place in dict.fromkeys(places.values())
+        }
         weights = {name: self.weights[name] for name in places}
         gates = {name: gate for name, gate in self.gates.items() if name in places}
         scores = Scores({}, weights, items, broken, parts, places, gates)
@@ -405,9 +416,11 @@ class LocalRewards:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
         self._loading = self._worker.submit(self._load)
 
-    def submit(self, items: Sequence[RewardItem]) -> Future[dict[str, list[Outcome]]]:
+    def submit(
+        self, items: Sequence[RewardItem], rewards: Sequence[str] | None = None
+    ) -> Future[dict[str, list[Outcome]]]:
         """Queue the items -> future of name -> one outcome per item."""
-        return self._worker.submit(self._score, list(items))
+        return self._worker.submit(self._score, list(items), self.scorers if rewards is None else rewards)
 
     def wait_ready(self, timeout_s: float, every_server: bool = True) -> list[str]:
         """Wait for loading -> problems.
@@ -445,8 +458,8 @@ class LocalRewards:
             except (InputError, RewardOutage) as error:
                 raise type(error)(problem_of(name, scorer, error)) from None
 
-    def _score(self, items: list[RewardItem]) -> dict[str, list[Outcome]]:
-        return {name: checked.score(items) for name, checked in self._checked.items()}
+    def _score(self, items: list[RewardItem], rewards: Iterable[str]) -> dict[str, list[Outcome]]:
+        return {name: self._checked[name].score(items) for name in rewards}
 
 
 def statistics_of_all(statistics: Sequence[Mapping[str, float]]) -> dict[str, float]:

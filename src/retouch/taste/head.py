@@ -44,6 +44,7 @@ class TasteFile:
         sizes: every (height, width) of the images that it was fitted to.
         fit: `data.fit` that brought them to it; None: they were taken as they are.
         about: votes, voters and measured quality, for people.
+        masked: whether any of the images had a mask: without one, the features of the mask are those of the whole.
         digest: of the file.
     """
 
@@ -56,6 +57,7 @@ class TasteFile:
     sizes: Sequence[tuple[int, int]]
     fit: str | None
     about: Mapping[str, Any]
+    masked: bool = True
     digest: str = ""
 
 
@@ -69,7 +71,7 @@ def write_taste(path: Path, taste: TasteFile) -> None:
         "threshold": repr(taste.threshold),
         "noise": repr(taste.noise),
         "reach": repr(taste.votable.reach),
-        "seen": json.dumps([taste.sizes, taste.fit]),
+        "seen": json.dumps([taste.sizes, taste.fit, taste.masked]),
         "about": json.dumps(taste.about, ensure_ascii=False),
     }
     tensors = {"weights": taste.weights, "center": taste.votable.center, "whitening": taste.votable.whitening}
@@ -92,7 +94,7 @@ def read_taste(path: Path, option: str = "path") -> TasteFile:
         if weights.ndim != 1 or not np.isfinite(numbers).all():
             raise ValueError("it contains NaN or Inf")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        about, (sizes, window) = json.loads(told["about"]), json.loads(told["seen"])
+        about, (sizes, window, *masked) = json.loads(told["about"]), json.loads(told["seen"])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ConfigError(
             f"{option}: given {str(path)!r}, no file of `retouch reward fit` ({first_line(error)})"
@@ -107,5 +109,6 @@ def read_taste(path: Path, option: str = "path") -> TasteFile:
         [(height, width) for height, width in sizes],
         window,
         about,
+        masked != [False],  # absent in earlier files
         digest,
     )

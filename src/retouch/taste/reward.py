@@ -70,7 +70,8 @@ def fit_reward(
     near = votable(features.values[:, -STATISTICS:])
     about |= {"votes_file": f"{votes.name} {file_digest(votes)}", **asdict(quality)}
     encoded = encoder.name, encoder.revision, head.noise, near, sorted(sizes), shown and shown.fit
-    taste = TasteFile(head.weights, head.threshold, *encoded, about)
+    masked = any(image.mask is not None for vote in chosen for image in vote.images)
+    taste = TasteFile(head.weights, head.threshold, *encoded, about, masked)
     write_taste(out, taste)
     return taste, quality
 

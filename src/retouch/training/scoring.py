@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from retouch.rewards.table import RewardTable, Scores
 from retouch.types import Example, Failure, Outcome, Score
 
 if TYPE_CHECKING:
+    from retouch.rewards.base import RewardEntry
     from retouch.rewards.client.config import RewardClientConfig
 
 logger = logging.getLogger(__name__)
@@ -133,17 +134,26 @@ def _outage_waited_out(
             )
         logger.warning("rewards are unavailable, waiting up to %.0f s more: %s", left, summary(list(away.values())))
         if not table.wait_ready(min(left, _READY_S), every_server=False):
-            rows = [row for row in _with_groups(table, scores.items, away) if row not in scores.broken]
-            pending = table.submit([scores.items[row] for row in rows], training=training)
-            pending.wait()
-            tried = True
-            again = pending.result(_logged_until(config, training), gated=False)
+            # Each reward scores again only the rows without its score: the scores of others may have a price.
+            asked: dict[tuple[int, ...], list[str]] = {}
             for name, column in columns.items():
-                for row, outcome in zip(rows, again.outcomes[name], strict=True):
-                    # what was scored already stays, or many flaky requests would never all succeed
-                    before = column[row]
-                    if isinstance(before, Failure) and before.retryable:
-                        column[row] = outcome
+                lacking = [row for row in away if _may_succeed(column[row])]
+                rows = _with_groups(table.entries[name], scores.items, lacking) - {*scores.broken}
+                asked.setdefault(tuple(sorted(rows)), []).append(name)
+            pending = {
+                rows: table.submit([scores.items[row] for row in rows], training=training, rewards=names)
+                for rows, names in asked.items()
+                if rows
+            }
+            for one in pending.values():
+                one.wait()
+            tried, until = True, _logged_until(config, training)
+            for rows, one in pending.items():
+                for name, outcomes in one.result(until, gated=False).outcomes.items():
+                    column = columns[name]
+                    for row, outcome in zip(rows, outcomes, strict=True):
+                        # what was scored already stays, or many flaky requests would never all succeed
+                        column[row] = outcome if _may_succeed(column[row]) else column[row]
         if still := _unavailable(columns, scores):
             if stop_heard():
                 raise RewardOutage(f"asked to stop while rewards were unavailable: {summary(list(still.values()))}")
@@ -167,12 +177,10 @@ def _logged_until(config: RewardClientConfig, training: bool) -> float | None:
     return time.monotonic() + config.logged_wait_s if training else None
 
 
-def _with_groups(table: RewardTable, items: Sequence[RewardItem], rows: Collection[int]) -> list[int]:
-    """The rows, and those of their groups where a reward compares samples of a group."""
-    if not any(entry.compares_group() for entry in table.entries.values()):
-        return list(rows)
-    groups = {items[row].group for row in rows}
-    return [row for row, item in enumerate(items) if item.group in groups]
+def _with_groups(entry: RewardEntry, items: Sequence[RewardItem], rows: Collection[int]) -> set[int]:
+    """The rows, and those of their groups if the reward compares samples of a group."""
+    groups = {items[row].group for row in rows if entry.compares_group()}
+    return {*rows, *(row for row, item in enumerate(items) if item.group in groups)}
 
 
 def _unavailable(columns: dict[str, list[Outcome]], scores: Scores) -> dict[int, Failure]:
@@ -183,8 +191,13 @@ def _unavailable(columns: dict[str, list[Outcome]], scores: Scores) -> dict[int,
         for name, column in columns.items()
         if name in counting
         for row, outcome in enumerate(column)
-        if isinstance(outcome, Failure) and outcome.retryable
+        if _may_succeed(outcome)
     }
+
+
+def _may_succeed(outcome: Outcome) -> TypeGuard[Failure]:
+    """Whether it is a failure that another attempt may not have."""
+    return isinstance(outcome, Failure) and outcome.retryable
 
 
 def summary(failures: Sequence[Failure]) -> str:

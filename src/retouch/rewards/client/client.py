@@ -119,10 +119,10 @@ class RewardClient(AbstractContextManager["RewardClient", None]):
         self._closed = False
         self._start()
 
-    def submit(self, items: Sequence[RewardItem]) -> Future[Columns]:
-        """Start scoring -> future of name -> one outcome per item, in the order of `items`; closing the client cancels
-        it."""
-        return self._call(self._score(list(items)))
+    def submit(self, items: Sequence[RewardItem], rewards: Sequence[str] | None = None) -> Future[Columns]:
+        """Start scoring by all rewards, or by those named -> future of name -> one outcome per item, in the order of
+        `items`; closing the client cancels it."""
+        return self._call(self._score(list(items), self.rewards if rewards is None else rewards))
 
     def score(self, items: Sequence[RewardItem]) -> Columns:
         """`submit` and wait."""
@@ -204,12 +204,12 @@ class RewardClient(AbstractContextManager["RewardClient", None]):
 
     # --- inside the loop ---
 
-    async def _score(self, items: list[RewardItem]) -> Columns:
+    async def _score(self, items: list[RewardItem], rewards: Sequence[str]) -> Columns:
         problems = [malformed(item) for item in items]
         sound = [item for item, problem in zip(items, problems, strict=True) if problem is None]
-        scored = await self._score_sound(sound)
+        scored = await self._score_sound(sound, rewards)
         columns: Columns = {}
-        for name in self.rewards:
+        for name in rewards:
             column = iter(scored[name])
             columns[name] = [next(column) if problem is None else problem for problem in problems]
             for outcome in columns[name]:
@@ -219,13 +219,13 @@ class RewardClient(AbstractContextManager["RewardClient", None]):
                     self.statistics.scores[name] += 1
         return columns
 
-    async def _score_sound(self, items: list[RewardItem]) -> Columns:
+    async def _score_sound(self, items: list[RewardItem], rewards: Sequence[str]) -> Columns:
         """Outcomes from the cache where they are there, the others from the servers."""
         revisions = await self._one_revision_each() if self._cache is not None and items else None
         if revisions is None or self._cache is None:
-            return await self._score_chunks(items, self.rewards)
+            return await self._score_chunks(items, rewards)
         keys = await asyncio.to_thread(
-            lambda: [{name: cache_key(item, name, revisions[name]) for name in self.rewards} for item in items]
+            lambda: [{name: cache_key(item, name, revisions[name]) for name in rewards} for item in items]
         )
         try:
             known = await asyncio.to_thread(self._cache.get, [key for row in keys for key in row.values()])
@@ -248,7 +248,7 @@ class RewardClient(AbstractContextManager["RewardClient", None]):
                 await asyncio.to_thread(self._cache.put, {k: o for k, o in found.items() if k not in known})
             except sqlite3.Error as error:  # a full disk: the scores themselves are not lost
                 logger.warning("scores are not kept: %s", error)
-        return {name: [found[row[name]] for row in keys] for name in self.rewards}
+        return {name: [found[row[name]] for row in keys] for name in rewards}
 
     async def _one_revision_each(self) -> dict[str, str] | None:
         """Revision by reward, of the servers that are not gone; None if they differ."""

@@ -14,7 +14,7 @@ from retouch.errors import ConfigError, installed
 from retouch.files.hub import require_hub
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.weights import image_processor, loading, model_path, version_of
+from retouch.rewards.scorers.weights import image_processor, loading, model_path, processed, version_of
 from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class ClipTowers:
     def of_images(self, images: Sequence[Pixels]) -> Tensor:
         """[B, D] unit vectors."""
         with self.torch.inference_mode():
-            inputs = self.pixels(images=list(images), return_tensors="pt").to(self.device)
+            inputs = processed(self.pixels, images).to(self.device)
             return _unit(self.model.visual_projection(self.model.vision_model(**inputs).pooler_output))
 
     def of_pixels(self, images: Tensor) -> Tensor:

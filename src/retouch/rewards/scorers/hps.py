@@ -8,9 +8,11 @@ torchvision.
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
+from unicodedata import normalize
 
 from retouch.config.base import Count, Text
 from retouch.errors import ConfigError, installed
@@ -22,6 +24,13 @@ from retouch.types import Failure, Outcome, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_PLAIN = str.maketrans(
+    {chr(code): normalize("NFKC", chr(code)) for code in (0x3000, *range(0xFB00, 0xFB07), *range(0xFF01, 0xFFF0))}
+    | dict.fromkeys("ʼ‘’‚‛", "'")
+    | dict.fromkeys("“”„‟", '"')
+)
+"""Character -> what ftfy puts in its place."""
 
 _HEADS = 16
 """Attention heads of both towers of ViT-H-14."""
@@ -108,7 +117,8 @@ class HpsV2Scorer(PackageScorer[HpsV2Reward]):
             tower.embeddings.position_ids = torch.arange(length, dtype=torch.long)[None]
         self._model = model.float().eval().requires_grad_(False).to(device)
         self._torch, self._device = torch, device
-        self.set_revision(f"hpsv2 {o.path} {version} as {o.processor} {version_of(o.processor)}")
+        # 2: prompts are cleaned
+        self.set_revision(f"hpsv2 2 {o.path} {version} as {o.processor} {version_of(o.processor)}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         batches = in_batches(items, self.options.images_per_forward)
@@ -132,12 +142,19 @@ class HpsV2Scorer(PackageScorer[HpsV2Reward]):
         side = model.config.vision_config.image_size
         pixels = torch.stack([padded(image, side) for image in images])
         length = model.config.text_config.max_position_embeddings
-        texts = [item.prompt for item in items]
+        texts = [cleaned(item.prompt) for item in items]
         tokens = self._tokens(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
         with torch.no_grad():
             prompts = model.text_projection(model.text_model(**tokens.to(self._device)).pooler_output)
         seen = model.vision_model(pixel_values=pixels.to(self._device, model.dtype)).pooler_output
         return torch.nn.functional.cosine_similarity(model.visual_projection(seen), prompts)
+
+
+def cleaned(prompt: str) -> str:
+    """A prompt as open_clip's tokenizer cleans it before it is cut into tokens, which that of transformers does not:
+    HTML's entities are characters, marks of quotation are straight, and letters have one width and no ligatures.
+    Text in a wrong encoding, which ftfy repairs there, stays."""
+    return html.unescape(html.unescape(prompt)).translate(_PLAIN)
 
 
 def padded(image: Tensor, side: int) -> Tensor:

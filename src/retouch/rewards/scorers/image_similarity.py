@@ -13,7 +13,7 @@ from retouch.config.base import Count, Text
 from retouch.errors import installed
 from retouch.rewards.base import PackageScorer, RewardEntry, in_batches
 from retouch.rewards.protocol import Pixels, RewardItem
-from retouch.rewards.scorers.weights import image_processor, loading, version_of
+from retouch.rewards.scorers.weights import image_processor, loading, processed, version_of
 from retouch.types import Outcome, Score
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Encoder:
 
     def __call__(self, images: Sequence[Pixels]) -> Tensor:
         with self._torch.inference_mode():
-            inputs = self._pixels(images=list(images), return_tensors="pt").to(self._device)
+            inputs = processed(self._pixels, images).to(self._device)
             if self._is_clip:
                 return self._model.visual_projection(self._model.vision_model(**inputs).pooler_output).float()
             return self._model(**inputs).last_hidden_state[:, 0].float()

@@ -40,7 +40,7 @@ Encoding = Literal["png", "jpeg"]
 KEY_VARIABLE = "OPENAI_API_KEY"
 _BILLED_TRIES = 3  # of one question: replies without an answer that have a price
 _READ_BYTES = 65536  # of a reply, from which the key is removed before it is cut for a message
-_MOST_SERVED = 16  # names of the served model; more would mean that the name changes with every reply
+_MOST_SERVED = 16  # names of the served model, and fingerprints; more would mean that they change with every reply
 _MOST_NAME = 200  # characters of the name of the served model
 _TOKENS_OF_IMAGE = 800  # estimate of a request before its usage is known
 
@@ -335,7 +335,10 @@ class JudgeClient:
 
     def _note_served(self, name: str) -> None:
         with self._lock:
-            if not name or name in self._served or len(self._served) == _MOST_SERVED:
+            # fingerprints that change with every reply must not hide a change of the model
+            models, model = {one.partition(" ")[0] for one in self._served}, name.partition(" ")[0]
+            known = self._served if model in models else models
+            if not name or name in self._served or len(known) >= _MOST_SERVED:
                 return
             before = ", ".join(sorted(self._served))
             self._served.add(name)

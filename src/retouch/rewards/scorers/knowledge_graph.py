@@ -91,6 +91,7 @@ def read_graph(value: object) -> KnowledgeGraph:
 _ANSWER = re.compile(r"[:：]\s*\[?(?P<answer>yes|no)\b(?!\]?\s*(?:/|\||or\b))", re.IGNORECASE)
 """A judge may repeat the form "name: yes/no" in place of an answer."""
 _NUMBER = re.compile(r"\d+\.\s*")
+_BULLET = re.compile(r"^\s*[*•-]\s+")
 
 MOST_ENTRIES = 1000
 """Elements and dependencies of a graph; more are an error, because looking up their ends would stall a run."""
@@ -106,18 +107,24 @@ def read_checklist(text: str, names: Sequence[str]) -> list[bool]:
         ValueError: names without a line. MMMG's own code takes them for a no.
     """
     found: dict[str, bool] = {}
-    wanted = {_key(name) for name in names}
+    # A name may have marks that a line has around it, like "-OH" and "[Fe]": it is known without them, too, unless
+    # that is another name.
+    known = {_spellings(name)[-1]: _key(name) for name in names} | {_key(name): _key(name) for name in names}
     for line in text.replace("**", "").splitlines():
-        answers = {_key(_listed_name(line[: m.start()]).strip("`[] ")): m["answer"] for m in _ANSWER.finditer(line)}
-        # the longest: "Step 1: no air: yes" answers "Step 1: no air", and not "Step 1"
-        if named := [name for name in answers if name in wanted][-1:]:
-            found[named[0]] = answers[named[0]].casefold() == "yes"
+        answers = [(_spellings(line[: m.start()]), m["answer"].casefold() == "yes") for m in _ANSWER.finditer(line)]
+        named = [(next(known[key] for key in keys if key in known), yes) for keys, yes in answers if {*keys} & {*known}]
+        found |= dict(named[-1:])  # the longest: "Step 1: no air: yes" answers "Step 1: no air", and not "Step 1"
     missing = [name for name in names if _key(name) not in found]
     if missing:
         raise ValueError(
             f"no line answers yes or no for {len(missing)} of {len(names)} names, {missing[0]!r} among them"
         )
     return [found[_key(name)] for name in names]
+
+
+def _spellings(text: str) -> tuple[str, ...]:
+    """Keys of the part of a line before its answer: all of it, without a bullet, and without any mark around it."""
+    return _key(text), _key(_BULLET.sub("", text, count=1)), _key(_listed_name(text).strip("`[] "))
 
 
 def _listed_name(text: str) -> str:

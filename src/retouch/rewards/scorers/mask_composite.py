@@ -84,7 +84,8 @@ class MaskCompositeScorer(PackageScorer[MaskCompositeReward]):
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
         seams = self._seam.score(items)
-        fits = self.judge.score([cropped(item, 0.0, _LEAST) for item in items])
+        # without the source, which nothing scores, and of which another size would leave the image whole
+        fits = self.judge.score([cropped(replace(item, source=None), 0.0, _LEAST) for item in items])
         return [self._measured(*row) for row in zip(items, fits, seams, strict=True)]
 
     def _measured(self, item: RewardItem, fit: Outcome, seam: Outcome) -> Outcome:

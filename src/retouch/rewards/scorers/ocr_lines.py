@@ -19,7 +19,7 @@ from retouch.imaging.lines import BETWEEN_LINES, MOST_LINES, TextLine, folded, j
 from retouch.rewards.line_crops import as_pixels, upright
 from retouch.rewards.matching import MOST_EXACT, Matching, Order, Weight, match_lines
 from retouch.rewards.protocol import RewardItem, lines_to_read
-from retouch.rewards.scorers.reading import FoundLine, ReadingEntry, ReadingScorer, crop_for, unreadable
+from retouch.rewards.scorers.reading import ReadingEntry, ReadingScorer, crop_for, rows_of, unreadable
 from retouch.rewards.text_distance import text_similarity
 from retouch.types import Failure, Outcome, Score
 
@@ -113,23 +113,6 @@ class OcrLinesScorer(ReadingScorer[OcrLinesReward]):
         rows = [[text for text in row if text] for row in rows]
         found, matching = best_matching(wanted, rows, self.options.order, self.options.line_weight)
         return _matched(wanted, found, matching)
-
-
-def rows_of(lines: Sequence[FoundLine]) -> list[list[FoundLine]]:
-    """The lines in reading order: rows of lines that overlap vertically by at least half of the lower one's height,
-    from top to bottom, each from left to right."""
-    rows: list[list[FoundLine]] = []
-    for line in sorted(lines, key=lambda found: found.bounds[1] + found.bounds[3]):
-        if rows and any(_beside(line, other) for other in rows[-1]):
-            rows[-1].append(line)
-        else:
-            rows.append([line])
-    return [sorted(row, key=lambda found: found.bounds[0]) for row in rows]
-
-
-def _beside(one: FoundLine, other: FoundLine) -> bool:
-    (_, top, _, bottom), (_, upper, _, lower) = one.bounds, other.bounds
-    return min(bottom, lower) - max(top, upper) >= min(bottom - top, lower - upper) / 2
 
 
 def best_matching(

@@ -79,7 +79,7 @@ class OpenAIJudgeScorer(JudgeScorer[OpenAIJudgeReward]):
             value, mass = expectation(top, {str(k): k / _MOST for k in range(_MOST + 1)})
         except (KeyError, TypeError, IndexError, ValueError, OverflowError):
             return Failure("scorer_error", "the reply has no log-probabilities")
-        if mass <= min_mass:
+        if mass < min_mass or not mass:
             return Failure(
                 "low_mass", f"the score tokens have {mass:.2f} of the probability; answer: {text_of(choice)!r}"
             )

@@ -62,7 +62,9 @@ class PaddleReader:
 
     def find(self, crops: Sequence[Pixels]) -> list[list[tuple[str, float, tuple[tuple[float, float], ...]]]]:
         """Text, confidence and corners of every line of each RGB crop."""
-        found = self._found(crops)
+        self.load(find=True)
+        # one at a time: lines of a batch are padded to its widest
+        found = [self._finder.predict(bgr(crop))[0] for crop in crops]
         return [
             [
                 (str(text), float(score), tuple((float(x), float(y)) for x, y in corners))
@@ -70,16 +72,6 @@ class PaddleReader:
             ]
             for r in found
         ]
-
-    def read_texts(self, crops: Sequence[Pixels]) -> list[tuple[list[str], list[float]]]:
-        """Texts and confidences of the lines of each RGB crop."""
-        found = self._found(crops)
-        return [([str(t) for t in r["rec_texts"]], [float(score) for score in r["rec_scores"]]) for r in found]
-
-    def _found(self, crops: Sequence[Pixels]) -> list[Any]:
-        self.load(find=True)
-        # one at a time: lines of a batch are padded to its widest
-        return [self._finder.predict(bgr(crop))[0] for crop in crops]
 
     def read_lines(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
         """Text and confidence of each RGB crop, which holds one line."""

@@ -108,7 +108,7 @@ class PairwiseScorer(PairScorer[PairwiseReward]):
             value, mass = expectation(top, _VALUES)
         except (KeyError, TypeError, IndexError, ValueError, OverflowError):
             raise JudgeError("the reply has no log-probabilities") from None
-        if mass <= min_mass or not math.isfinite(value):
+        if mass < min_mass or not mass or not math.isfinite(value):
             raise JudgeError(f"the answers 1 and 2 have {mass:.2f} of the probability; set another model or mode=text")
         return value
 

@@ -205,12 +205,9 @@ class ReadingScorer(PackageScorer[Reads]):
 
     def read_texts(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
         """The text of all lines of each RGB crop, `joined`, and its mean confidence; ("", 0.0) without lines."""
-        if self._paddle is not None:
-            found = self._paddle.read_texts(crops)
-        else:
-            outputs = [self._output(crop) for crop in crops]
-            found = [(output.txts or (), output.scores or ()) for output in outputs]  # None where nothing was found
-        return [(joined(texts), float(np.mean(scores))) if texts else ("", 0.0) for texts, scores in found]
+        found = [in_reading_order(lines) for lines in self.find_lines(crops)]
+        sure = [float(np.mean([line.confidence for line in lines])) if lines else 0.0 for lines in found]
+        return [(joined(line.text for line in lines), one) for lines, one in zip(found, sure, strict=True)]
 
     def read_lines(self, crops: Sequence[Pixels]) -> list[tuple[str, float]]:
         """Text and confidence of each RGB crop, which holds one line."""
@@ -249,6 +246,34 @@ class ReadingScorer(PackageScorer[Reads]):
             for i, text, confidence in zip(members, output.txts, output.scores, strict=True):
                 results[i] = (text, float(confidence))
         return results
+
+
+def rows_of(lines: Sequence[FoundLine]) -> list[list[FoundLine]]:
+    """The lines in reading order: rows of lines that overlap vertically by at least half of the lower one's height,
+    from top to bottom, each from left to right, or from right to left if most of its letters are written so."""
+    rows: list[list[FoundLine]] = []
+    for line in sorted(lines, key=lambda found: found.bounds[1] + found.bounds[3]):
+        if rows and any(_beside(line, other) for other in rows[-1]):
+            rows[-1].append(line)
+        else:
+            rows.append([line])
+    return [sorted(row, key=lambda found: found.bounds[0], reverse=_is_from_right(row)) for row in rows]
+
+
+def in_reading_order(lines: Sequence[FoundLine]) -> Sequence[FoundLine]:
+    """The lines in the engine's order, in which those of a row follow from left to right, or of scripts that are
+    written from right to left by `rows_of`."""
+    return [line for row in rows_of(lines) for line in row] if _is_from_right(lines) else lines
+
+
+def _beside(one: FoundLine, other: FoundLine) -> bool:
+    (_, top, _, bottom), (_, upper, _, lower) = one.bounds, other.bounds
+    return min(bottom, lower) - max(top, upper) >= min(bottom - top, lower - upper) / 2
+
+
+def _is_from_right(lines: Sequence[FoundLine]) -> bool:
+    ways = [unicodedata.bidirectional(character) for line in lines for character in line.text]
+    return ways.count("R") + ways.count("AL") > ways.count("L")
 
 
 @cache

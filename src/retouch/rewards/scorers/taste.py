@@ -93,7 +93,7 @@ class TasteScorer(PixelScorer[TasteReward]):
             torch.tensor(values, dtype=torch.float32, device=device)
             for values in (taste.weights, near.center, near.whitening)
         )
-        self._threshold, self._reach = taste.threshold, near.reach
+        self._threshold, self._reach, self._masked = taste.threshold, near.reach, taste.masked
         self.set_revision(f"{taste.digest} {fitted}")
 
     def score(self, items: Sequence[RewardItem]) -> list[Outcome]:
@@ -105,7 +105,7 @@ class TasteScorer(PixelScorer[TasteReward]):
         return [one if isinstance(one, Failure) else Score(float(one)) for one in found]
 
     def _value(self, image: Tensor, item: RewardItem) -> Tensor | Failure:
-        features = self._extract(image, item.mask)
+        features = self._extract(image, item.mask if self._masked else None)
         logit = (features * self._weights).sum() - self._threshold
         if self.options.cautious:
             squared = ((features[-len(self._center) :] - self._center) @ self._whitening).square().sum()

@@ -27,8 +27,9 @@ from pydantic import Field
 from retouch.config.base import Count, Unit
 from retouch.errors import shown
 from retouch.files import plain_json
+from retouch.imaging.lines import joined
 from retouch.rewards.matching import assignment
-from retouch.rewards.protocol import RewardItem, text_to_read
+from retouch.rewards.protocol import RewardItem, lines_to_read
 from retouch.rewards.scorers.judge_client import image_part
 from retouch.rewards.scorers.judged import JudgeEntry, JudgeScorer
 from retouch.rewards.text_distance import text_similarity
@@ -75,10 +76,10 @@ class TextPeckerScorer(JudgeScorer[TextPeckerReward]):
         return self._transcript(item)
 
     def _one(self, item: RewardItem) -> Outcome:
-        asked = text_to_read(item)
-        if isinstance(asked, Failure):
-            return asked
-        answer, o = self._transcript(item), self.options
+        lines = lines_to_read(item)  # all, because the transcript is of all text in the image
+        if isinstance(lines, Failure):
+            return lines
+        asked, answer, o = joined(line.text for line in lines), self._transcript(item), self.options
         parts = {"quality": quality(answer, asked, o.amplification), "semantic": semantic(answer, asked)}
         value = (1 - o.semantic_weight) * parts["quality"] + o.semantic_weight * parts["semantic"]
         return Score(value, {"text": answer, "marks": marks(answer, asked), **parts})

@@ -115,7 +115,7 @@ class VlmScorer(PackageScorer[VlmReward]):
         expected = (words * torch.tensor(list(values.values()), dtype=torch.float64)).sum(1) / mass.clamp(min=1e-12)
         return [
             Score(float(value), {"mass": float(m)})
-            if m > self.options.min_mass
+            if m > 0 and m >= self.options.min_mass
             else Failure("low_mass", f"the score tokens have {float(m):.2f} of the probability")
             for value, m in zip(expected, mass, strict=True)
         ]

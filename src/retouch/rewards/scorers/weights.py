@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
+
 from retouch.errors import ConfigError, first_line, why_unreadable
 from retouch.files.disk import expanded, files_below
 from retouch.files.hub import is_hub_id, require_hub, snapshot
 from retouch.files.model_files import fingerprint
+from retouch.rewards.protocol import Pixels
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +44,15 @@ def image_processor(path: str) -> Any:
     from transformers import AutoImageProcessor
 
     return AutoImageProcessor.from_pretrained(path, backend="pil")
+
+
+def processed(processor: Any, images: Sequence[Pixels]) -> Any:
+    """The inputs of a model for images [H, W, 3]. As arrays, those of one or three rows would be taken for [3, H, W].
+
+    Args:
+        processor: of `image_processor`.
+    """
+    return processor(images=[Image.fromarray(image) for image in images], return_tensors="pt")
 
 
 def named_file(option: str, given: str) -> Path:
