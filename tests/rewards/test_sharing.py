@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -139,6 +140,21 @@ def test_a_part_that_does_not_start_stops_the_processes_of_the_others(
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(problem_of, parts)) == ["the reward server did not start"] * 2
     assert ended == ["first"]
+
+
+def test_a_temporary_log_that_the_error_names_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any, log: Path, *__: Any) -> None:
+        log.write_text("why")
+        raise ConfigError(str(log))
+
+    monkeypatch.setattr(sharing, "LocalServer", fails)
+    share = sharing.MachineShare({CPU: {"ocr": {}}}, "cpu", None, False, None)
+    with pytest.raises(ConfigError) as raised:
+        share.start(list)
+    share.close()
+    log = Path(str(raised.value))
+    assert log.read_text() == "why"
+    shutil.rmtree(log.parent)
 
 
 MACHINES = {

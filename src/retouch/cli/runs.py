@@ -46,7 +46,7 @@ def train(
     from retouch.algorithms import train as recipes
 
     path = Path(config.logging.dir).expanduser() / config.name
-    with writing(path):
+    with writing(path, "logging.dir"):
         try:
             recipes.train(config)
         except Stopped as stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -66,27 +67,36 @@ def _items(run: RunConfig) -> list[RewardItem]:
 
 
 def _problem(name: str, entry: RewardEntry, client: RewardClientConfig, items: Sequence[RewardItem]) -> str | None:
-    """Reason why a reward cannot score; None if it can."""
-    with tempfile.TemporaryDirectory(prefix="retouch-doctor-") as folder:
-        try:
-            # a table does not wait for what has weight 0, and its gate is not here
-            alone = entry.model_copy(update={"weight": 1.0, "role": "train", "gated_by": None})
-            table = RewardTable({name: alone}, client, Path(folder), own_device())
-        except ConfigError as error:
-            return str(error)
-        try:
-            table.start()
-            asks_s = getattr(entry, "timeout_s", 0.0)  # a judge is loaded once it has answered a first question
-            problems = table.wait_ready(_LOADING_S + asks_s if entry.is_made_here else _SERVER_S)
-            if problems:
-                return f"{'; '.join(problems)}; {_remedy(name, entry)}"
-            outcomes = table.submit(items).result().outcomes[name]
-        except (ConfigError, RewardOutage) as error:
-            return str(error)
-        except Exception as error:  # loading a scorer may raise whatever its library does
-            return f"{type(error).__name__}: {error}; {_remedy(name, entry)}"
-        finally:
-            table.close()
+    """Reason why a reward cannot score; None if it can. The log of a server of `url: auto` is then kept."""
+    folder = Path(tempfile.mkdtemp(prefix="retouch-doctor-"))
+    problem = _problem_in(folder, name, entry, client, items)
+    if problem is None or not any(folder.glob("*.log")):
+        shutil.rmtree(folder, ignore_errors=True)
+    return problem
+
+
+def _problem_in(
+    folder: Path, name: str, entry: RewardEntry, client: RewardClientConfig, items: Sequence[RewardItem]
+) -> str | None:
+    try:
+        # a table does not wait for what has weight 0, and its gate is not here
+        alone = entry.model_copy(update={"weight": 1.0, "role": "train", "gated_by": None})
+        table = RewardTable({name: alone}, client, folder, own_device())
+    except ConfigError as error:
+        return str(error)
+    try:
+        table.start()
+        asks_s = getattr(entry, "timeout_s", 0.0)  # a judge is loaded once it has answered a first question
+        problems = table.wait_ready(_LOADING_S + asks_s if entry.is_made_here else _SERVER_S)
+        if problems:
+            return f"{'; '.join(problems)}; {_remedy(name, entry)}"
+        outcomes = table.submit(items).result().outcomes[name]
+    except (ConfigError, RewardOutage) as error:
+        return str(error)
+    except Exception as error:  # loading a scorer may raise whatever its library does
+        return f"{type(error).__name__}: {error}; {_remedy(name, entry)}"
+    finally:
+        table.close()
     failed = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
     if failed is None:
         return None
