@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from retouch.algorithms.grpo import recipe
 from retouch.algorithms.grpo.recipe import of_inputs
 from retouch.config import RunConfig
 from retouch.config.derived import shared_training_steps
@@ -86,7 +87,16 @@ def test_gradients_are_those_of_a_row_for_each_sample(
     monkeypatch.setattr(Engine, "step", step)
     scripted(brightness)
     counted, guided = RowsOfForwards(monkeypatch), 2 if kind == "guided" else 1
-    ends = []
+    ends, of_reference = [], list[int]()
+    in_reference = recipe.reference_means
+
+    def reference_means(*given: Any) -> Tensor:
+        before = sum(counted.sampled)
+        found = in_reference(*given)
+        of_reference.append(sum(counted.sampled) - before)
+        return found
+
+    monkeypatch.setattr(recipe, "reference_means", reference_means)
     for shared in (False, True):
         gradients.append({})
         options = {**SHARED, **RUNS[kind], "rollout__shared_first_step": shared}
@@ -94,6 +104,7 @@ def test_gradients_are_those_of_a_row_for_each_sample(
         ends.append(of_kind(records, "train"))
         assert sum(counted.trained) == 2 * guided * (2 + 8 if shared else 8 + 8)
         counted.trained.clear()
+    assert of_reference == ([8 + 8, 2 + 8] if kind == "recomputed" else [])  # the others have no KL
     for apart, together in zip(*ends, strict=True):
         for metric in COUNTED:
             if metric in apart:
