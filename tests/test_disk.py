@@ -171,17 +171,28 @@ def test_what_could_not_be_written_whole_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("kind", ["is_char_device", "is_block_device"])
 @pytest.mark.parametrize("write", [write_whole, lambda path, text: write_png(Image.new("RGB", (1, 1)), path)])
 def test_a_device_is_not_replaced(
-    write: Callable[[Path, str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Callable[[Path, str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """`--out /dev/null` would be a file from then on, where root runs it; a file stands in for it here."""
     (device := tmp_path / "null").write_text("a device")
-    monkeypatch.setattr(Path, "is_char_device", lambda path: path == device)
+    monkeypatch.setattr(Path, kind, lambda path: path == device)
     with pytest.raises(OSError, match="not a file") as raised:
         write(device, "a")
     assert device.read_text() == "a device" and [*tmp_path.iterdir()] == [device]
     assert file_problem(raised.value) == f"{device}: not a file; give the path of a file"
+
+
+def test_the_pipe_behind_standard_output_is_not_replaced(tmp_path: Path) -> None:
+    """`/dev/stdout` is a link to it in `retouch ... --out /dev/stdout | less`."""
+    os.mkfifo(tmp_path / "pipe")
+    (link := tmp_path / "stdout").symlink_to("pipe")
+    with pytest.raises(OSError, match="not a file") as raised:
+        write_whole(link, "a")
+    assert file_problem(raised.value) == f"{link}: not a file; give the path of a file"
+    assert link.is_symlink() and link.is_fifo() and sorted(tmp_path.iterdir()) == [tmp_path / "pipe", link]
 
 
 def test_a_folder_that_takes_no_file_is_named_by_the_file(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from retouch.algorithms.grpo import recipe
 from retouch.algorithms.grpo.recipe import of_inputs
@@ -115,6 +116,18 @@ def test_gradients_are_those_of_a_row_for_each_sample(
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-4 * largest, rtol=0)
 
 
+class Operations(TorchDispatchMode):
+    """Names of what torch computes inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def test_gradients_of_one_input_have_the_same_bits_whatever_the_threads_do() -> None:
     """A run on a CPU repeats bit by bit, also with latents that are large enough for several threads."""
     own, threads = torch.tensor([0, 1, 0, 0, 1, 0, 0, 1]), torch.get_num_threads()
@@ -126,6 +139,9 @@ def test_gradients_of_one_input_have_the_same_bits_whatever_the_threads_do() -> 
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(gradient, found[0]) for gradient in found)
+    with Operations() as operations:  # an index adds in any order; whether threads meet is a matter of luck
+        torch.autograd.grad((of_inputs(means, own) * weights).sum(), means)
+    assert operations.names and not [name for name in operations.names if "index" in name]
     torch.testing.assert_close(found[0], torch.stack([weights[own == number].sum(0) for number in range(2)]))
 
 
