@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -605,31 +604,6 @@ def test_a_judge_may_take_the_time_of_its_first_question(monkeypatch: pytest.Mon
     for entry in (PairwiseReward(model="m", timeout_s=1800.0), SeamReward(), SeamReward(url="http://127.0.0.1:1")):
         assert "still loading" in str(_problem("r", entry, RewardClientConfig(), []))
     assert waited[0] > 1800 and waited[1:] == [120.0, 5.0]
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_the_log_that_a_message_names_is_kept(monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
-    logs = list[Path]()
-
-    class Table:
-        def __init__(self, _: Any, __: Any, folder: Path, ___: Any) -> None:
-            logs.append(folder / "reward-server.log")
-
-        def start(self) -> None:
-            logs[0].write_text("why")
-
-        def close(self) -> None: ...
-
-        def wait_ready(self, _: float) -> list[str]:
-            return [f"the reward server did not start (log: {logs[0]})"] if fails else []
-
-        def submit(self, _: Any) -> Any:
-            return SimpleNamespace(result=lambda: SimpleNamespace(outcomes={"r": [Score(0.5)]}))
-
-    monkeypatch.setattr("retouch.doctor.rewards.RewardTable", Table)
-    problem = _problem("r", SeamReward(url="auto"), RewardClientConfig(), [])
-    assert (problem is not None and str(logs[0]) in problem, logs[0].exists(), logs[0].parent.exists()) == (fails,) * 3
-    shutil.rmtree(logs[0].parent, ignore_errors=True)
 
 
 def test_reward_servers(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -530,6 +530,7 @@ def test_a_server_of_a_run_that_is_killed_is_started_again_on_its_port(
         one._command = [sys.executable, "-c", "raise SystemExit(2)"]  # a GPU or a file that is away
         os.kill(one.pid, signal.SIGKILL)
         until(lambda: "the reward server ended (exit code 2); it is restarted" in caplog.text, 30)
+        assert one.has_failed
         assert one._watch.is_alive()
         one._endpoints.with_name("ready").unlink()  # as of options that never worked
         until(lambda: not answers(url), 30)

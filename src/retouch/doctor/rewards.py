@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig
 from retouch.data.base import DataError, ItemFiles
@@ -67,21 +64,11 @@ def _items(run: RunConfig) -> list[RewardItem]:
 
 
 def _problem(name: str, entry: RewardEntry, client: RewardClientConfig, items: Sequence[RewardItem]) -> str | None:
-    """Reason why a reward cannot score; None if it can. The log of a server of `url: auto` is then kept."""
-    folder = Path(tempfile.mkdtemp(prefix="retouch-doctor-"))
-    problem = _problem_in(folder, name, entry, client, items)
-    if problem is None or not any(folder.glob("*.log")):
-        shutil.rmtree(folder, ignore_errors=True)
-    return problem
-
-
-def _problem_in(
-    folder: Path, name: str, entry: RewardEntry, client: RewardClientConfig, items: Sequence[RewardItem]
-) -> str | None:
+    """Reason why a reward cannot score; None if it can."""
     try:
         # a table does not wait for what has weight 0, and its gate is not here
         alone = entry.model_copy(update={"weight": 1.0, "role": "train", "gated_by": None})
-        table = RewardTable({name: alone}, client, folder, own_device())
+        table = RewardTable({name: alone}, client, None, own_device())
     except ConfigError as error:
         return str(error)
     try:

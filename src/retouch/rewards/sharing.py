@@ -104,6 +104,8 @@ class MachineShare:
             server.terminate()
         for server in self._servers:
             server.close()
+        if self._made and any(server.has_failed for server in self._servers):
+            self._made.clear()  # as well
         self._servers.clear()
         if self.cache:
             self.cache.close()

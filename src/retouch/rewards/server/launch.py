@@ -251,6 +251,7 @@ class LocalServer:
         self._command += ["--endpoints", str(self._endpoints), "--options", json.dumps(scorers)]
         self._command += ["--devices", serve_argument(devices), "--with-parent", str(os.getpid())]
         log.parent.mkdir(parents=True, exist_ok=True)
+        self.has_failed = False
         self._killed_at: float | None = None
         self._process = self._start()
         self._closing = threading.Event()
@@ -279,6 +280,7 @@ class LocalServer:
                 continue
             if code >= 0 and not self._endpoints.exists():
                 return  # it ended with an error before it was up, which `urls` reports
+            self.has_failed = True
             early_deaths = early_deaths + 1 if time.monotonic() - started < _EARLY_S else 0
             if code == ConfigError.exit_code and not self._endpoints.with_name(_READY).exists():
                 logger.error("the reward server ended (exit code %s) and is not restarted; see %s", code, self.log)
