@@ -35,7 +35,7 @@ class Plain(nn.Linear):
 
 class Dropped(Plain):
     def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
+        super().__init__(sizes[0], sizes[1])
         self.unused = nn.Parameter(torch.ones(1))
 
 
