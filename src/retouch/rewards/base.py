@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -435,10 +436,10 @@ class RewardEntry(Section):
         other = {"scorer": self.scorer} if self.scorer != name else {}
         options = {**other, **self.model_dump(mode="json", include=changed)}
         entry = {**other, **self.model_dump(mode="json", include={*RewardEntry.model_fields}, exclude_defaults=True)}
+        served = shlex.join(["retouch", "reward", "serve", name, "--options", json.dumps({name: options})])
         raise ValueError(
             f"{key}.{min(changed)}: given beside url {self.url!r}, but the options of a scorer belong to its server; "
-            f"start it with `retouch reward serve {name} --options '{json.dumps({name: options})}'`, and replace the "
-            f"entry: '{key}={json.dumps(entry)}'"
+            f"start it with `{served}`, and replace the entry: {shlex.quote(f'{key}={json.dumps(entry)}')}"
         )
 
     @classmethod
