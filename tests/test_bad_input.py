@@ -727,7 +727,7 @@ def test_one_process_builds_a_tiny_base_into_an_empty_folder(tmp_path: Path, mon
     assert [line.split(": ", 2)[-1] for line in refusals] == [
         f"{out}: another process is writing there; wait for it, or choose another --out".split(": ", 2)[-1],
         f"{out} is not empty; choose another folder",
-        *["a file exists where a folder is expected; set logging.dir or --out to a folder"] * 2,
+        *["a file exists where a folder is expected; set --out to a folder"] * 2,
         f"{tmp_path / 'file'} is a file; choose another folder",
     ]
     assert (out / "model.safetensors").read_text() == "mine"

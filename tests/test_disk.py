@@ -20,7 +20,7 @@ from retouch.files.disk import file_problem, write_whole, writing
 from retouch.imaging.png import write_png
 from tests.command_line import Outcome, retouch
 
-FULL = "free space, or set logging.dir or --out to another disk"
+FULL = "free space, or set --out to another disk"
 
 
 def failed(outcome: Outcome, code: int = 1) -> str:
@@ -79,8 +79,9 @@ def test_what_is_not_the_disks_keeps_its_traceback() -> None:
 def test_a_file_where_a_folder_should_be(run_yaml: Path, tmp_path: Path, target: str) -> None:
     (tmp_path / "my.yaml").write_text("kept")
     place = tmp_path / target
-    says = "a file exists where a folder is expected; set logging.dir or --out to a folder"
-    assert failed(retouch("train", run_yaml, f"logging.dir={place}"), 2).endswith(f": {says}")
+    says = "a file exists where a folder is expected; set --out to a folder"
+    trained = failed(retouch("train", run_yaml, f"logging.dir={place}"), 2)
+    assert trained.endswith(f": {says.replace('--out', 'logging.dir')}")
     assert failed(retouch("data", "precompute", run_yaml, "--out", place), 2) == f"{place}: {says}"
     edits = retouch("data", "edits", "--count", 1, "--out", place)
     if target == "my.yaml":  # the folder itself is looked at before anything is made
@@ -98,7 +99,7 @@ def test_a_folder_that_is_read_only(
         raise OSError(number, os.strerror(number), str(self))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    reason = f"{os.strerror(number).lower()}; change its permissions, or set logging.dir or --out to a writable folder"
+    reason = f"{os.strerror(number).lower()}; change its permissions, or set --out to a writable folder"
     for command in (
         ("train", run_yaml, f"logging.dir={tmp_path}/ro"),
         ("sample", "--config", run_yaml, "--data", signs / "held_out", "--out", tmp_path / "ro"),
@@ -107,7 +108,8 @@ def test_a_folder_that_is_read_only(
         ("data", "synth", "--count", 1, "--out", tmp_path / "ro"),
     ):
         says = failed(retouch(*command))
-        assert says.startswith(f"{tmp_path}/ro") and says.endswith(f": {reason}"), says
+        told = reason.replace("--out", "logging.dir") if command[0] == "train" else reason
+        assert says.startswith(f"{tmp_path}/ro") and says.endswith(f": {told}"), says
 
 
 def test_a_disk_that_is_full_when_a_checkpoint_is_saved(
@@ -118,7 +120,7 @@ def test_a_disk_that_is_full_when_a_checkpoint_is_saved(
 
     monkeypatch.setattr(torch, "save", full)
     says = failed(retouch("train", run_yaml))
-    assert says == f"{tmp_path}/runs/t: writing was cut off, as on a full disk; {FULL}"
+    assert says == f"{tmp_path}/runs/t: writing was cut off, as on a full disk; {FULL.replace('--out', 'logging.dir')}"
 
 
 def test_a_disk_that_is_full_when_pictures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,17 +171,28 @@ def test_what_could_not_be_written_whole_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("kind", ["is_char_device", "is_block_device"])
 @pytest.mark.parametrize("write", [write_whole, lambda path, text: write_png(Image.new("RGB", (1, 1)), path)])
 def test_a_device_is_not_replaced(
-    write: Callable[[Path, str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Callable[[Path, str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """`--out /dev/null` would be a file from then on, where root runs it; a file stands in for it here."""
     (device := tmp_path / "null").write_text("a device")
-    monkeypatch.setattr(Path, "is_char_device", lambda path: path == device)
+    monkeypatch.setattr(Path, kind, lambda path: path == device)
     with pytest.raises(OSError, match="not a file") as raised:
         write(device, "a")
     assert device.read_text() == "a device" and [*tmp_path.iterdir()] == [device]
     assert file_problem(raised.value) == f"{device}: not a file; give the path of a file"
+
+
+def test_the_pipe_behind_standard_output_is_not_replaced(tmp_path: Path) -> None:
+    """`/dev/stdout` is a link to it in `retouch ... --out /dev/stdout | less`."""
+    os.mkfifo(tmp_path / "pipe")
+    (link := tmp_path / "stdout").symlink_to("pipe")
+    with pytest.raises(OSError, match="not a file") as raised:
+        write_whole(link, "a")
+    assert file_problem(raised.value) == f"{link}: not a file; give the path of a file"
+    assert link.is_symlink() and link.is_fifo() and sorted(tmp_path.iterdir()) == [tmp_path / "pipe", link]
 
 
 def test_a_folder_that_takes_no_file_is_named_by_the_file(tmp_path: Path) -> None:

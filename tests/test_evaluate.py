@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from PIL import Image
 
 import retouch.training.evaluation as evaluation
-from retouch.config import RunConfig
+from retouch.config import ConfigError, RunConfig
 from retouch.data.dataset import Dataset, load_dataset
 from retouch.data.formats import FACETS
 from retouch.data.formats.prompts import PromptsData
@@ -288,6 +289,20 @@ def test_what_is_not_paired_has_no_difference() -> None:
     for after, before in (([], []), ([1.0], [1.0, 2.0])):
         with pytest.raises(ValueError, match="are no pairs"):
             paired_difference(after, before)
+
+
+def test_runs_with_other_style_references_are_not_compared(
+    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given ones beside a cut of the image: their difference would be that of the references."""
+    runs: dict[str, Any] = {
+        name: SimpleNamespace(config=config(rewards={"style": {}}, evaluation__data__reference=role), run=Path(name))
+        for name, role in (("a", "mask_box"), ("b", "given"))
+    }
+    monkeypatch.setattr(comparison, "_examples", lambda c, *_: Dataset(c.evaluation.data, []))
+    told = r"reference: a \(mask_box\) and b \(given\) have different style references; .* with --reference"
+    with pytest.raises(ConfigError, match=told):
+        comparison.compare_runs(runs, {}, None, None, None)
 
 
 def test_several_runs_are_sampled_with_the_settings_of_the_first(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +35,16 @@ def test_help_breaks_lines_where_the_terminal_ends(path: tuple[str, ...], monkey
     said = COMMANDS[path].help or ""
     first = " ".join(said.partition("\n\n")[0].split())
     assert first in shown
+
+
+@pytest.mark.parametrize("path", [path for path, one in COMMANDS.items() if one.callback], ids=" ".join)
+def test_errors_of_files_name_an_option_of_the_command(path: tuple[str, ...]) -> None:
+    """`writing` names `--out` where it is given no other option or argument."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(COMMANDS[path].callback))))
+    calls = [c for c in ast.walk(source) if isinstance(c, ast.Call) and isinstance(c.func, ast.Name)]
+    named = [ast.literal_eval(c.args[1]) if c.args[1:] else "--out" for c in calls if c.func.id == "writing"]  # type: ignore[attr-defined]
+    known = {"logging.dir", *(name for one in COMMANDS[path].params for name in (*one.opts, one.name.upper()))}
+    assert {name for text in named for name in text.split(" and ")} <= known
 
 
 def completed(words: str, monkeypatch: pytest.MonkeyPatch) -> Outcome:

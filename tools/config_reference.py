@@ -86,7 +86,8 @@ A run is one YAML file. These pages list every key; this page has the top level.
 - **Variables.** `${{VAR}}` and `${{VAR:-default}}` are replaced by environment variables, `${{THIS_DIR}}` by the folder
   of the file that it stands in. `$${{` stands for `${{`. Other relative paths start from the working directory.
 - **Validation.** `retouch check RUN.yaml` validates a file without loading models and prints its size and cost. An
-  unknown key is an error that names the nearest valid key.
+  unknown key is an error that names the nearest valid key; a local path that does not exist is a warning. Examples are
+  read by `retouch doctor RUN.yaml`.
 - **Readers.** "Read …" at the end of a meaning names what reads the key. Where nothing reads a key that is given,
   `check` rejects the file, or warns.
 - **Published files.** `example:NAME` stands for a run file that comes with the package, in every command and after

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,23 @@ class RetouchError(Exception):
 def log_once(log: logging.Logger, message: str, *given: object) -> None:
     """Log a warning, from the caller's line, where this process has not logged it about the same values yet."""
     log.warning(message, *given, stacklevel=2)  # a server's log counts lines by their place; `cache` adds no frame
+
+
+LONG_S = 3.0
+"""Seconds after which a wait is logged."""
+
+
+@contextmanager
+def logging_long(log: logging.Logger, work: str) -> Iterator[None]:
+    """Log what the block does or waits for, once, if it takes longer than `LONG_S`; in the first process of a run."""
+    timer = threading.Timer(LONG_S, log.info, ("%s", work))
+    timer.daemon = True
+    if os.environ.get("RANK", "0") == "0":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 MOST_CHARACTERS = 8000

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from retouch.adapters.pipeline import _full_network
+from retouch.adapters.pipeline import _full_network, fuse
 from retouch.config import load_run
 from retouch.data.dataset import load_dataset
 from retouch.families.diffusion import pack
@@ -164,6 +164,17 @@ def test_weights_that_miss_a_tensor_are_not_exported(finished: Callable[[str], P
     assert outcome.code == 2
     assert outcome.err.splitlines()[-1].startswith(f"error: {folder}: cannot be exported: ")
     assert "1 weights are missing" in outcome.err
+
+
+def test_a_lora_whose_sum_overflows_is_not_fused() -> None:
+    half, brain = (
+        torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False, dtype=dtype)) for dtype in (torch.float16, torch.bfloat16)
+    )
+    shapes = {"A": (1, 2), "B": (2, 1)}
+    factors = {f"0.lora_{name}.default.weight": torch.full(shape, 300.0) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=r"0\.weight overflows in torch\.float16 .*; use --to diffusers-lora"):
+        fuse(half, factors)
+    assert fuse(brain, factors) > 0.99
 
 
 def test_weights_that_overflow_are_not_exported(finished: Callable[[str], Path], tmp_path: Path) -> None:

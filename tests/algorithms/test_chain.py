@@ -64,7 +64,7 @@ def first_kl(run: Run) -> tuple[float, float]:
         step = Step(run, session.size, rows, weight, 0.0, data=run.data, positions=[], seeds=[])
         experience.counts_in_loss[:] = 1
         session.size.rows = 1
-        experience.reference_means = grpo.reference_means(session, experience)
+        experience.reference_means = grpo.reference_means(session, algorithm, experience)
         _, values, _ = grpo.surrogate(run, algorithm, experience, step, rows, span)
         now = grpo.forward_on_recorded(run, algorithm, experience, rows, span)
         condition = run.encoded.conditions(experience.position[rows].tolist(), run.engine.device)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from retouch.algorithms.grpo import recipe
 from retouch.algorithms.grpo.recipe import of_inputs
 from retouch.config import RunConfig
 from retouch.config.derived import shared_training_steps
@@ -87,7 +89,16 @@ def test_gradients_are_those_of_a_row_for_each_sample(
     monkeypatch.setattr(Engine, "step", step)
     scripted(brightness)
     counted, guided = RowsOfForwards(monkeypatch), 2 if kind == "guided" else 1
-    ends = []
+    ends, of_reference = [], list[int]()
+    in_reference = recipe.reference_means
+
+    def reference_means(*given: Any) -> Tensor:
+        before = sum(counted.sampled)
+        found = in_reference(*given)
+        of_reference.append(sum(counted.sampled) - before)
+        return found
+
+    monkeypatch.setattr(recipe, "reference_means", reference_means)
     for shared in (False, True):
         gradients.append({})
         options = {**SHARED, **RUNS[kind], "rollout__shared_first_step": shared}
@@ -95,6 +106,7 @@ def test_gradients_are_those_of_a_row_for_each_sample(
         ends.append(of_kind(records, "train"))
         assert sum(counted.trained) == 2 * guided * (2 + 8 if shared else 8 + 8)
         counted.trained.clear()
+    assert of_reference == ([8 + 8, 2 + 8] if kind == "recomputed" else [])  # the others have no KL
     for apart, together in zip(*ends, strict=True):
         for metric in COUNTED:
             if metric in apart:
@@ -103,6 +115,18 @@ def test_gradients_are_those_of_a_row_for_each_sample(
     assert largest > 1e-3
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-4 * largest, rtol=0)
+
+
+class Operations(TorchDispatchMode):
+    """Names of what torch computes inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_gradients_of_one_input_have_the_same_bits_whatever_the_threads_do() -> None:
@@ -116,6 +140,9 @@ def test_gradients_of_one_input_have_the_same_bits_whatever_the_threads_do() -> 
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(gradient, found[0]) for gradient in found)
+    with Operations() as operations:  # an index adds in any order; whether threads meet is a matter of luck
+        torch.autograd.grad((of_inputs(means, own) * weights).sum(), means)
+    assert operations.names and not [name for name in operations.names if "index" in name]
     torch.testing.assert_close(found[0], torch.stack([weights[own == number].sum(0) for number in range(2)]))
 
 

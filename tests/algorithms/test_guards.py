@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retouch.config import RunConfig
+from retouch.config import RunConfig, derive
 from retouch.observe import guards
 from retouch.rewards.protocol import RewardItem
 from retouch.rewards.scorers import preservation
 from retouch.rewards.table import Scores
+from retouch.training.opening import log_header
 from retouch.training.scoring import JUDGED, _with_groups, judge_details
 from retouch.training.session import Session
 from retouch.types import Failure, Outcome, Score, Stopped
@@ -61,6 +62,19 @@ def test_gold_that_falls_while_the_rewards_rise(action: str, config: Config, mon
     assert len(alarms) == 2  # at step 2, and at the end
     assert all("reward/gold" not in r for r in of_kind(records, "rollout"))
     assert [r["gold"] for r in of_kind(records, "eval")] == [-0.5, -2.5, -4.5]
+
+
+def test_data_with_fewer_examples_than_the_alarm_of_gold_needs(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = config(rewards=GOLD, training__eval_every=2, evaluation__num_examples=64)
+    opened = SimpleNamespace(eval_data=range(5), eval_is_held_out=True, dir=SimpleNamespace(main=True))
+    log_header(SimpleNamespace(config=run, derived=derive(run, 1), **vars(opened)), 1, None)  # type: ignore[arg-type]
+    [line] = [one for one in caplog.messages if "gold rewards" in one]
+    assert line == (
+        "evaluation.data: given 5 examples, with which gold rewards can raise an alarm in 0 of 2 evaluations after the "
+        "first; give it 8 examples or more"
+    )
 
 
 @pytest.mark.parametrize("action", default(["warn", "stop"], lambda action: action == "stop"))

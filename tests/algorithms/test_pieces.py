@@ -9,10 +9,11 @@ import pytest
 import torch
 import yaml
 
-from retouch.config import dump_run
+from retouch.config import dump_run, parse_run
 from retouch.engine.saved import saved_run_file, sound_state
 from retouch.training import resume
 from retouch.training.resume import with_kept_defaults
+from tests.config.conftest import BASE
 from tests.selection import rows
 
 from .runs import Config, Use, brightness, labelled, of_kind, train, weights
@@ -138,3 +139,12 @@ def test_only_changes_of_a_run_file_are_told(caplog: pytest.LogCaptureFixture, c
         caplog.clear()
         resume._warn_of_changes(written, now())
         assert caplog.messages == [f"changed since the checkpoint: {line}" for line in told]
+
+
+def test_another_length_moves_the_stages_of_a_curriculum(caplog: pytest.LogCaptureFixture) -> None:
+    for stages, effect in ((1, ""), (2, "; the stages of data.curriculum are shares of it, and move")):
+        data = {"format": "complex_edit", "path": "somewhere", "resolution": 64, "curriculum": stages}
+        edits = {**BASE, "model": {"family": "qwen_image_edit", "path": "tiny"}, "data": data, "rewards": {"hpsv2": {}}}
+        then, now = (parse_run(edits, [f"training.max_steps={steps}"]) for steps in (4, 9))
+        resume._warn_of_changes(yaml.safe_load(dump_run(then)), now)
+        assert caplog.messages.pop() == f"changed since the checkpoint: training.max_steps: 9 (was 4){effect}"

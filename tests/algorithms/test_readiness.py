@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from retouch import errors
 from retouch.config import RunConfig
+from retouch.data.checking import Alone
+from retouch.engine.checkpoint import verify_once
 from retouch.rewards.table import RewardTable
 from retouch.training import scoring
 from retouch.training.scoring import RewardOutage
@@ -26,14 +30,24 @@ from tests.rewards.fakes import (
     unhurried,
 )
 
+from .runs import train
+
 pytestmark = pytest.mark.usefixtures("shallow")
 
 
 @pytest.mark.parametrize(("wait", "at_least"), [(0.0, 0.6), (1.2, 1.2)])
 def test_servers_get_time_to_start_and_the_message_says_how_to(
-    config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: float, at_least: float
+    config: Callable[..., RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wait: float,
+    at_least: float,
 ) -> None:
+    """The log names the rewards and the end of the wait, once and early."""
     monkeypatch.setattr(scoring, "STARTING_S", 0.6)
+    monkeypatch.setattr(errors, "LONG_S", 0.2)
+    caplog.set_level(logging.INFO)
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{one.getsockname()[1]}"
@@ -48,9 +62,36 @@ def test_servers_get_time_to_start_and_the_message_says_how_to(
     finally:
         table.close()
     assert time.monotonic() - begun >= at_least
+    lines = [line for line in caplog.messages if line.startswith("waiting")]
+    told = f"waiting up to {at_least:.0f} s (reward_client.outage_wait_s) for rewards: "
+    assert lines == [f"{told}preservation (this process), ocr ({url}), clip ({url})"]
     said = str(outage.value)
     assert said.startswith(f"rewards are not ready: {url}: ConnectError")
     assert said.endswith("; start the server with `retouch reward serve ocr`, or set rewards.ocr.url")
+
+
+class AtOnce:
+    """A timer whose time is up when it starts."""
+
+    def __init__(self, after_s: float, work: Callable[..., None], given: tuple[str, ...]) -> None:
+        self.start, self.cancel = lambda: work(*given), lambda: None
+
+
+def test_long_work_before_the_first_step_is_logged(
+    config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(errors.threading, "Timer", AtOnce)
+    caplog.set_level(logging.INFO)
+    run, _ = train(config(training__max_steps=1))
+    verify_once(run.dir.path / "checkpoints" / "step-000001", Alone())
+    begun = ("comparing", "waiting", "evaluating", "step 0,")
+    assert [" ".join(line.split()[:4]) for line in caplog.messages if line.startswith(begun)] == [
+        "comparing the images of",
+        "waiting up to 300",
+        "evaluating before the first",
+        "step 0, 2 held-out",
+        "comparing the files of",
+    ]
 
 
 def loading(connection: socket.socket) -> None:

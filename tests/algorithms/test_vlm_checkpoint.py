@@ -95,13 +95,13 @@ def test_a_run_that_has_ended_is_left_as_it_is(vlm_file: RunFile, tmp_path: Path
     dead = tmp_path / "a/metrics.jsonl"  # of an attempt that was killed before its first checkpoint
     dead.write_text('{"step": 0, "kind": "eval"}\n', encoding="utf-8")
     assert train(file).code == 2
-    assert train(file, "resume=auto").code == 0
+    assert train(file, "resume=auto", "training.max_steps=3").code == 0
     assert [record["moment"] for record in records(tmp_path / "a", "eval")] == ["start", "end"]
-    assert "step 1 of 2: loss " in (tmp_path / "a/log.txt").read_text(encoding="utf-8")
+    assert "step 1 of 3: loss " in (tmp_path / "a/log.txt").read_text(encoding="utf-8")
     metrics = (tmp_path / "a/metrics.jsonl").read_bytes()
-    again = train(file, "resume=auto")
+    again = train(file, "resume=auto", "algorithm.trl.num_iterations=2")  # of max_steps 2, and step 3 is inside a cycle
     assert again.code == 0, again.err
-    assert "already ended at step 2" in again.err
+    assert "already ended at step 3" in again.err
     assert (tmp_path / "a/metrics.jsonl").read_bytes() == metrics
 
 

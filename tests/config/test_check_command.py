@@ -16,6 +16,16 @@ from tests.command_line import retouch
 from .conftest import BASE, TINY
 
 
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folders that are there; `check` does not look into them."""
+    for name in ("prompts", "warmup", "held_out"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("DATA_PATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("data")
 def test_a_good_run() -> None:
     outcome = retouch("check", TINY, "--verbose")
     assert (outcome.code, outcome.err) == (0, "")
@@ -23,6 +33,21 @@ def test_a_good_run() -> None:
     assert first == f"{TINY}: ok (tiny_flux_fill_grpo: flux_fill, full, grpo)"
     assert "  global images per epoch          96" in rest
     assert "  forwards per image               11.5625" in rest
+
+
+@pytest.mark.usefixtures("data")
+def test_local_paths_that_do_not_exist_are_warned_of() -> None:
+    """`train` refuses them in the same words. A hub is not asked, and another machine may have the files."""
+    missing = {
+        "data.path=/no/data": "data.path: /no/data: no such folder",
+        "model.path=./nowhere": "model.path: ./nowhere: no such folder; give",
+        "model.transformer={path: ./nowhere}": "model.transformer.path: ./nowhere: no such folder; give",
+        "model.train={kind: lora, initial_adapter: no.safetensors}": "model.train.initial_adapter: given 'no.safet",
+    }
+    outcome = retouch("check", TINY, *missing)
+    lines = [line for line in outcome.err.splitlines() if "no such" in line]
+    assert outcome.code == 0 and len(lines) == len(missing)
+    assert all(line.startswith(f"warning: {told}") for line, told in zip(lines, missing.values(), strict=True))
 
 
 def test_numbers_that_a_run_has_none_of_are_not_printed() -> None:
@@ -81,6 +106,7 @@ def test_json_holds_the_run_and_its_numbers(tmp_path: Path) -> None:
 ADAPTER = "model.train={kind: ip_adapter, image_encoder: tiny, weights: kv}"
 
 
+@pytest.mark.usefixtures("data")
 def test_memory_is_counted_on_request() -> None:
     before = retouch("check", TINY, ADAPTER).out
     outcome = retouch("check", TINY, ADAPTER, "--memory", "--world-size", 2)

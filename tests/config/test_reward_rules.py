@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from pydantic import ValidationError
 from retouch.config import ConfigError, RunConfig, dump_run, load_run
 from retouch.config.check import require_trainable, warnings_of
 from retouch.config.training import COLUMNS
+from retouch.observe.guards import GoldPairs, gold_level
 from retouch.rewards import REWARDS
+from retouch.rewards.server.launch import requested
 from tests.command_line import retouch
 
 GATE = "but gated_by is not set; leave it out"
@@ -152,6 +155,32 @@ def test_a_stop_needs_a_reward_that_can_fall(run_with: Callable[..., RunConfig])
     [line] = warnings_of(run_with("evaluation.on_gold_fall=stop"))
     assert "evaluation.on_gold_fall: given 'stop', but no reward has role gold, and nothing would stop the run" in line
     assert warnings_of(run_with("evaluation.on_gold_fall=stop", "rewards.size={scorer: jpeg_size, role: gold}")) == []
+
+
+def test_the_commands_for_options_beside_a_server_work() -> None:
+    """As they stand in the message: the server has the options, and the override replaces the entry."""
+    tiny = Path(__file__).parents[2] / "configs/tiny/flux_fill_grpo.yaml"
+    refused = retouch("check", tiny, "rewards.ocr.weight=0.5", "rewards.ocr.url=http://a:1")
+    assert refused.code == 2
+    serve, entry = refused.err.strip().split("start it with `")[1].split("`, and replace the entry: ")
+    assert requested(*shlex.split(serve)[3:6:2]) == {"ocr": {"detect": False, "threads": 1}}
+    [override] = shlex.split(entry)
+    assert override == 'rewards.ocr={"url": "http://a:1", "weight": 0.5}'
+    assert retouch("check", tiny, override).code == 0
+
+
+def test_gold_rewards_need_examples_for_their_later_alarms(run_with: Callable[..., RunConfig]) -> None:
+    """By hand: six examples all fall by chance in 1 of 64 comparisons; the first may have a false alarm in 1 of 40, the
+    second in 1 of 240."""
+    gold, six = "rewards.size={scorer: jpeg_size, role: gold}", "evaluation.num_examples=6"
+    steps = ("training.max_steps=200", "training.eval_every=100")  # evaluations of steps 0, 100, 200
+    told = "evaluation.num_examples: given 6 examples, with which gold rewards can raise an alarm in 1 of 2 evaluations"
+    assert warnings_of(run_with(gold, six, *steps)) == [f"{told} after the first; set it to 8 or more (64 is useful)"]
+    for enough in (("evaluation.num_examples=8",), (six, "training.eval_every=0"), (six, "training.max_steps=100")):
+        assert warnings_of(run_with(gold, *steps, *enough)) == []
+    assert warnings_of(run_with(six, *steps)) == warnings_of(run_with(gold, six, *steps, "algorithm.name=sft")) == []
+    pairs = [GoldPairs(range(n), [1.0] * n, [1.0] * n).alarm("gold", gold_level(2)) for n in (7, 8)]
+    assert pairs[0] is None and pairs[1] is not None
 
 
 def test_a_plateau_needs_evaluations_that_could_show_it(run_with: Callable[..., RunConfig]) -> None:

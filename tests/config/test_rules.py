@@ -292,8 +292,9 @@ def test_a_value_inside_a_list_or_section(key: str, written: str, line: str, pro
         (
             ("rewards.ocr={url: 'http://a:1', detect: false}",),
             (
-                "rewards.ocr.detect is set beside url 'http://a:1', but the options of a reward belong to the server "
-                "that scores it; drop detect here and start the server with it"
+                "rewards.ocr.detect: given beside url 'http://a:1', but the options of a scorer belong to its server; "
+                """start it with `retouch reward serve ocr --options '{"ocr": {"detect": false}}'`, and replace the """
+                """entry: 'rewards.ocr={"url": "http://a:1"}'"""
             ),
         ),
         (

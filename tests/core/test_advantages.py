@@ -174,3 +174,11 @@ def test_a_group_without_spread_has_no_scale() -> None:
     assert found[2:4].tolist() == pytest.approx([-mean / 0.5001, (1 - mean) / 0.5001])
     by_batch = group_advantages(rewards, ids, valid, baseline="batch", scale="batch")
     assert bool((by_batch[:5] != 0).all())  # there every sample counts
+
+
+def test_a_spread_as_small_as_eps_halves_the_advantages() -> None:
+    """As with Flow-GRPO, which adds 1e-4 to the std as well."""
+    ids = torch.tensor([0, 0])
+    for spread, size in ((1e-4, 0.5), (1e-6, 1 / 101), (1.0, 1 / 1.0001)):
+        rewards = torch.tensor([-spread, spread], dtype=torch.float64)
+        torch.testing.assert_close(group_advantages(rewards, ids), torch.tensor([-size, size], dtype=torch.float64))

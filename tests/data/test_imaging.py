@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +124,17 @@ def test_pictures_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
         open_image(tmp_path / "a.png")
     with pytest.raises(ImageProblem, match="not a file"):
         open_image(tmp_path)
+
+
+def test_a_large_picture_is_read_without_a_warning(tmp_path: Path) -> None:
+    """Up to twice Pillow's limit, above which it refuses. In a process of its own: pytest has other filters."""
+    picture().save(tmp_path / "a.png")
+    code = (
+        "import sys; from pathlib import Path; from PIL import Image; from retouch.imaging.reading import open_image\n"
+        "Image.MAX_IMAGE_PIXELS = 1000; print(open_image(Path(sys.argv[1])).size)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "a.png"], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == (f"{picture().size}\n", "")
 
 
 def test_transparency_lies_on_white() -> None:

@@ -94,6 +94,8 @@ def test_a_key_twice_in_one_object(folder: Path) -> None:
         ("l.json", '[{" prompt ": "a", "id": 1}]', "its keys are ' prompt ', 'id': rename ' prompt ' to 'prompt'"),
         ("l.json", '[{"image": "a.png", "caption": "a"}]', "each entry needs one; its keys are 'image', 'caption'"),
         ("l.json", '{"data": [{"prompt": "a"}]}', "its keys are 'data': write the list under 'data' alone"),
+        ("l.json", '{"texts": [{"prompt": "a"}]}', "its keys are 'texts': write the list under 'texts' alone"),
+        ("l.json", '{"words": [{"text": "a", "box": [0, 0, 8, 8]}]}', "; its keys are 'words'"),
         (
             "l.json",
             '{\n "n": 1,\n "data": [\n  {"prompt": "a"}]}',

@@ -26,6 +26,7 @@ ROWS = re.findall(r"^\| `(qwen\w+)` \| `(zero\w+)` \| ([\d.| ]+) \|$", PAGE, re.
 def test_the_page_says_what_is_counted(run: str, engine: str, numbers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DATA_PATH", "somewhere")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # which was read when it was imported
     config = load_run(REPOSITORY / f"configs/{run}.yaml")
     report = report_memory(config, 8, read_launch(ZERO / f"{engine}.yaml"))
     found = [

@@ -10,9 +10,11 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from retouch.config import ConfigError
 from retouch.config.run import (
@@ -31,6 +33,12 @@ class Plain(nn.Linear):
         pass
 
 
+class Dropped(Plain):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(sizes[0], sizes[1])
+        self.unused = nn.Parameter(torch.ones(1))
+
+
 def engine_for(net: nn.Module, lr: float = 0.1, max_grad_norm: float = 1e9, precision: str = "no") -> Engine:
     made = Engine(
         TrainingConfig(mixed_precision=precision),  # type: ignore[arg-type]
@@ -46,6 +54,24 @@ def linear() -> Plain:
     net = Plain(2, 1, bias=False)
     net.weight.data = torch.tensor([[1.0, -2.0]])
     return net
+
+
+def test_ddp_does_not_wait_for_weights_without_a_gradient() -> None:
+    """Of a text stream whose end is dropped. A second forward is an error where DDP still waits for the first backward;
+    it does not look for such weights where there are none."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for dropped in (True, False):
+            net = Dropped(2, 1)
+            engine = Engine(TrainingConfig(mixed_precision="no"), OptimizerConfig(), seed=0)
+            engine.prepare(net, gradient_checkpointing=False, some_without_gradient=dropped)
+            handler = engine.accelerator.ddp_handler
+            assert handler is not None and handler.find_unused_parameters == dropped
+            wrapped = DistributedDataParallel(net, **handler.to_kwargs())
+            for _ in range(2 if dropped else 1):
+                wrapped(torch.ones(1, 2)).sum().backward()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_micro_batches_add_up_to_the_whole_batch() -> None:

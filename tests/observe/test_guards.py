@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from retouch.config.training import FALSE_ALARMS
 from retouch.observe.guards import (
-    FALSE_ALARMS,
     Alarm,
     GoldPairs,
     IdleWatch,

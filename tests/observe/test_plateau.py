@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from retouch.config.training import PLATEAU_EXAMPLES
-from retouch.observe.guards import FALSE_ALARMS
+from retouch.config.training import FALSE_ALARMS, PLATEAU_EXAMPLES
 from retouch.observe.plateau import FIRST, plateau_level, trend, trend_of
 
 Array = NDArray[np.float64]

@@ -42,6 +42,16 @@ STEPS = 3
 """Optimizer steps of a run: one of warm-up and two of an epoch; three of SFT."""
 
 
+SHARED: dict[str, Any] = {
+    "rollout__shared_noise": True,
+    "rollout__group_size": 4,
+    "rollout__batch_size_per_device": 8,
+    "optimizer__batch_size_per_device": 2,
+    "optimizer__gradient_accumulation": 2,
+}
+"""Two groups of four in two optimizer steps."""
+
+
 @contextmanager
 def runs_on(name: str) -> Iterator[torch.device]:
     """Inside, accelerate gives new engines the second device. It must be there before the first backward of a process,
@@ -68,8 +78,11 @@ def signs_in(folder: Path, styled: bool = False) -> Path:
 
 
 def cell_in(runs: Path, signs: Path, names: tuple[str, str, str], **overrides: Any) -> RunConfig:
-    """A run of a cell of `tests/algorithms/test_cells.py` in this folder; of the kind `ip_adapter`, too."""
+    """A run of a cell of `tests/algorithms/test_cells.py` in this folder; of the kind `ip_adapter`, too, and of
+    `shared`: LoRA and a first step that the images of a group share."""
     family, algorithm, kind = names
+    if kind == "shared":
+        kind, overrides = "lora", {**SHARED, **overrides}
     if kind == "ip_adapter":
         signs, kind = signs / "styled", "lora"
         overrides = {"model__train": ADAPTER, **overrides}

@@ -27,6 +27,7 @@ import httpx
 import pytest
 from PIL import Image
 
+from retouch import errors
 from retouch.config import ConfigError
 from retouch.rewards.addresses import reward_token
 from retouch.rewards.client.endpoints import (
@@ -529,6 +530,7 @@ def test_a_server_of_a_run_that_is_killed_is_started_again_on_its_port(
         one._command = [sys.executable, "-c", "raise SystemExit(2)"]  # a GPU or a file that is away
         os.kill(one.pid, signal.SIGKILL)
         until(lambda: "the reward server ended (exit code 2); it is restarted" in caplog.text, 30)
+        assert one.has_failed
         assert one._watch.is_alive()
         one._endpoints.with_name("ready").unlink()  # as of options that never worked
         until(lambda: not answers(url), 30)
@@ -549,11 +551,17 @@ def test_a_server_of_a_run_that_is_killed_while_it_starts_is_started_again(tmp_p
         one.close()
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start that takes longer than a moment is logged."""
+    monkeypatch.setattr(errors, "LONG_S", 0.0)
+    caplog.set_level(logging.INFO)
     one = LocalServer({"orc": {}}, tmp_path / "server.log")
     with pytest.raises(ConfigError, match=r"did not start \(log: .*server.log\): .*no such scorer; did you mean 'ocr'"):
         one.urls()
     one.close()
+    assert f"waiting up to 60 s for the reward server (log: {tmp_path / 'server.log'})" in caplog.messages
 
 
 def test_a_killed_run_leaves_no_server_behind(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,34 @@ def test_a_part_that_does_not_start_stops_the_processes_of_the_others(
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(problem_of, parts)) == ["the reward server did not start"] * 2
     assert ended == ["first"]
+
+
+@pytest.mark.parametrize("ends", ["before it starts", "later", None])
+def test_a_temporary_log_that_a_message_names_is_kept(monkeypatch: pytest.MonkeyPatch, ends: str | None) -> None:
+    logs = list[Path]()
+
+    class Server:
+        has_failed = ends == "later"
+
+        def __init__(self, _: Any, log: Path, *__: Any) -> None:
+            logs.append(log)
+            log.write_text("why")
+            if ends == "before it starts":
+                raise ConfigError(str(log))
+
+        def urls(self) -> list[str]:
+            return []
+
+        def terminate(self) -> None: ...
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(sharing, "LocalServer", Server)
+    share = sharing.MachineShare({CPU: {"ocr": {}}}, "cpu", None, False, None)
+    with suppress(ConfigError):
+        share.start(list)
+    share.close()
+    assert logs[0].parent.exists() == logs[0].exists() == (ends is not None)
+    shutil.rmtree(logs[0].parent, ignore_errors=True)
 
 
 MACHINES = {

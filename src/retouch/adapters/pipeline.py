@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -134,7 +133,7 @@ def fuse(network: nn.Module, lora: Mapping[str, Tensor]) -> float:
         lora: of `folded_lora`.
 
     Raises:
-        ValueError: a factor of a weight that the network does not have.
+        ValueError: a factor of a weight that the network does not have, or a sum that its dtype cannot hold.
     """
     kept = whole = 0.0
     for name, a in lora.items():
@@ -145,6 +144,8 @@ def fuse(network: nn.Module, lora: Mapping[str, Tensor]) -> float:
         update = (lora[f"{module}.lora_B.{rest}"].float().flatten(1) @ a.float().flatten(1)).view_as(weight)
         before = weight.float().clone()
         weight.copy_(before + update)
+        if not bool(weight.isfinite().all()):
+            raise ValueError(f"{module}.weight overflows in {weight.dtype} with the LoRA; use --to diffusers-lora")
         kept += float(((weight.float() - before) * update).sum(dtype=torch.float64))
         whole += float(update.square().sum(dtype=torch.float64))
     return kept / whole if whole else 1.0
@@ -158,7 +159,7 @@ def _weight(network: nn.Module, module: str) -> nn.Parameter:
 
 
 def _report_rounding(kept: float, dtype: str) -> None:
-    if not math.isfinite(kept) or kept < KEPT:
+    if kept < KEPT:
         logger.warning(
             "model.dtype: given %s, in which the fused weights keep %.0f %% of the LoRA's update: it is small beside "
             "the steps of that precision; for all of it use --to diffusers-lora",

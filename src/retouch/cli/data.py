@@ -62,7 +62,7 @@ def split(
     """Write a training list and a held-out list next to the given one; images are not copied."""
     from retouch.data.split import split as divide
 
-    with writing(path):
+    with writing(path, "PATH"):
         halves = divide(path, share, by, seed)
     lines = [f"{written}: {count_of(count, 'item')}" for written, count in halves.items()]
     typer.echo(json.dumps({str(written): count for written, count in halves.items()}) if as_json else "\n".join(lines))

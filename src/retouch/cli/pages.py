@@ -30,7 +30,7 @@ def report(
     """Write RUN/report.html: one offline file."""
     from retouch.observe.report import write_report
 
-    with writing(run):
+    with writing(run, "RUN"):
         path = write_report(run, single_file)
     typer.echo(str(path))
     if open_it:

@@ -178,7 +178,7 @@ def env(
             typer.echo(f"{package}=={release}")
         typer.echo(f"{len(found)} packages fit together; nothing was installed")
         return
-    with writing(folder):
+    with writing(folder, "--path"):
         make(environment, folder, torch_index)
     for words in commands:
         typer.echo(shlex.join(words))

@@ -46,7 +46,7 @@ def train(
     from retouch.algorithms import train as recipes
 
     path = Path(config.logging.dir).expanduser() / config.name
-    with writing(path):
+    with writing(path, "logging.dir"):
         try:
             recipes.train(config)
         except Stopped as stopped:
@@ -99,6 +99,7 @@ def check(
     if accelerate is not None and not memory:
         raise ConfigError("--accelerate: given without --memory, which is what it changes; add --memory")
     from retouch.data.texts import check_texts
+    from retouch.training.files import missing_files
 
     check_texts(config)
     launch = None
@@ -114,7 +115,7 @@ def check(
         from retouch.doctor.memory import report_memory
 
         counted = report_memory(config, processes, launch)
-    advice = [*unset_variables(config), *warnings_of(config, processes)]
+    advice = [*unset_variables(config), *missing_files(config), *warnings_of(config, processes)]
     if as_json:
         more: dict[str, Any] = {"cost": price.as_dict(), "warnings": advice}
         if counted is not None:

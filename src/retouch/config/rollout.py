@@ -117,8 +117,9 @@ class RolloutConfig(Section):
     then the same for all, and computed once a group."""
     shared_first_step: Annotated[bool, ReadBy("step_rule")] = True
     """With shared_noise, the first stochastic step of a group, which begins in one state, is computed once as well: in
-    sampling, and in training for the images of a group in an optimizer step, if that at least halves its rows. The
-    gradients are equal up to rounding. False takes a row for each image, as earlier versions did."""
+    sampling, for the reference of a KL, and in training for the images of a group in an optimizer step, if that at
+    least halves its rows. The gradients are equal up to rounding. False takes a row for each image, as earlier versions
+    did."""
 
     @property
     def shares_first_step(self) -> bool:

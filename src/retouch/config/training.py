@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -31,6 +32,18 @@ many are equal by chance is below what any of 500 evaluations spends."""
 
 PLATEAU_EVALUATIONS = 7
 """Evaluations that the first verdict on a plateau needs: two in each third of a run, and the one that ends it."""
+
+FALSE_ALARMS = 0.05
+"""Probability that a run of any length whose gold rewards never change has an alarm of one of them."""
+
+
+def gold_share(earlier: int, rewards: int = 1) -> float:
+    """Probability of a false alarm that comparing a gold reward with one of `earlier` evaluations may have.
+
+    The k-th comparison of a run chooses from k evaluations and spends 1 / (k (k + 1)) of `FALSE_ALARMS`, divided among
+    them and among the gold rewards; the sum over all k is 1 (Bonferroni; alpha spending, Lan and DeMets 1983).
+    """
+    return FALSE_ALARMS / (earlier**2 * (earlier + 1) * rewards)
 
 
 class EmaConfig(Section):
@@ -161,7 +174,7 @@ class TrainingConfig(Section):
             yield f"algorithm.name: given {run.algorithm.name}, which has no RL whose start is compared, {stays}"
         elif not self.eval_every:
             yield f"training.eval_every: given 0, {stays}; set it to 1 or more"
-        elif (count := self._evaluations_of_rl(run)) < PLATEAU_EVALUATIONS:
+        elif (count := self.evaluations_of_rl(run)) < PLATEAU_EVALUATIONS:
             yield (
                 f"training.eval_every: given {self.eval_every}, {count} evaluations of RL, but a plateau takes "
                 f"{PLATEAU_EVALUATIONS} to see, {stays}; lower it"
@@ -172,10 +185,10 @@ class TrainingConfig(Section):
                 f"set it to {PLATEAU_EXAMPLES} or more (256 is useful)"
             )
 
-    def _evaluations_of_rl(self, run: RunConfig) -> int:
+    def evaluations_of_rl(self, run: RunConfig) -> int:
         """Evaluations before the last step, the one at the start of RL included."""
         every, warm_up = self.eval_every, getattr(run.algorithm, "sft_steps", 0)
-        return 1 + (self.max_steps - 1) // every - warm_up // every
+        return 1 + (self.max_steps - 1) // every - warm_up // every if every else 1
 
 
 def has_rl(run: RunConfig) -> bool:
@@ -219,6 +232,27 @@ class EvaluationConfig(Section):
         if self.weights == "ema" and run.ema is None:
             section = "set ema.decay=0.999, or " if run.algorithm.reads(run, "diffusion") else "set "
             raise ValueError(f"{key}.weights: given 'ema', but there is no ema section; {section}{key}.weights=raw")
+
+    def warnings(self, run: RunConfig) -> Iterator[str]:
+        yield from self.gold_warnings(run, self.num_examples)
+
+    def gold_warnings(self, run: RunConfig, examples: int) -> Iterator[str]:
+        """The warning about evaluations of so few examples that a gold reward which falls on all of them raises no
+        alarm in the later ones, because as many fall together by chance more often than `gold_share` permits."""
+        gold = sum(entry.role == "gold" and not entry.compares_group() for entry in run.rewards.values())
+        comparisons = run.training.evaluations_of_rl(run)  # with the last one, and without the first
+        if not gold or not has_rl(run) or 0.5**examples <= gold_share(comparisons, gold):
+            return
+        possible = sum(0.5**examples <= gold_share(k, gold) for k in range(1, comparisons))
+        needed = math.ceil(-math.log2(gold_share(comparisons, gold)))
+        key, raised = "evaluation.num_examples", f"set it to {needed} or more (64 is useful)"
+        if examples < self.num_examples:
+            key = "evaluation.data" if self.data else "data"
+            raised = f"give it {needed} examples or more"
+        yield (
+            f"{key}: given {examples} examples, with which gold rewards can raise an alarm in {possible} of "
+            f"{comparisons} evaluations after the first; {raised}"
+        )
 
     def check_trainable(self, run: RunConfig, key: str = "") -> None:
         for name in sorted(COLUMNS & run.rewards.keys()):

@@ -27,7 +27,9 @@ def group_advantages(
     """(reward - baseline) / (std + eps), clipped to ±clip -> [N].
 
     GRPO is baseline="group", scale="group"; Flow-GRPO's "global std" is group, batch; PPO is batch, batch. Standard
-    deviations are population ones; the batch one is of the raw rewards around the batch mean.
+    deviations are population ones; the batch one is of the raw rewards around the batch mean. `eps` is that of
+    Flow-GRPO (stat_tracking.py) and TRL: a group whose rewards have a std of 1e-4 trains with half of the advantages,
+    one of 1e-6 with a hundredth, so a reward of so small a range needs a larger unit.
 
     Args:
         rewards: [N]; entries that are not valid may hold anything, NaN included. The advantages have their dtype, those

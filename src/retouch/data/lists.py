@@ -158,12 +158,15 @@ def _refuse_wrapped(path: Path, text: str) -> None:
 def _wrapping_key(entry: Mapping[str, Any]) -> str | None:
     """The key under which an object holds a list of objects with a caption."""
     lists = ((key, cast("list[Any]", part)) for key, part in entry.items() if isinstance(part, list))
-    listed = ((key, part) for key, part in lists if key not in TEXT_KEYS)  # the lines of one image have texts, too
-    firsts = {key: cast("dict[str, Any]", part[0]) for key, part in listed if part and isinstance(part[0], dict)}
-    return next((key for key, first in firsts.items() if not first.keys().isdisjoint(_CAPTIONS)), None)
+    firsts = {key: cast("dict[str, Any]", part[0]) for key, part in lists if part and isinstance(part[0], dict)}
+    for key, first in firsts.items():  # the lines of one image have texts, too
+        lines = not first.keys().isdisjoint({"box", "polygon"}) or (key in TEXT_KEYS and set(first) == {"text"})
+        if not lines and not _CAPTIONS.isdisjoint(first):
+            return key
+    return None
 
 
-_CAPTIONS = ("prompt", "text", "caption")
+_CAPTIONS = frozenset({"prompt", "text", "caption"})
 """Keys of an entry's caption; `prompt` alone is read, and a message names the others."""
 
 

@@ -4,6 +4,7 @@ except the texts of a short list (`retouch.data.texts`)."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -14,11 +15,12 @@ from retouch.data.buckets import by_shape
 from retouch.data.dataset import Dataset
 from retouch.data.identity import trained_on
 from retouch.data.sampler import easiest
-from retouch.errors import ConfigError, DataError
+from retouch.errors import ConfigError, DataError, logging_long
 
 if TYPE_CHECKING:
     from retouch.config import Derived, RunConfig
 
+logger = logging.getLogger(__name__)
 
 MOST_SITTING_OUT = 0.1
 """Share of the examples of a shape that may sit out every pass without a warning."""
@@ -77,7 +79,8 @@ def require_held_out(config: RunConfig, held_out: Dataset | None, *training: Dat
     if held_out is None:
         return False
     edits = config.algorithm.trains_text_encoder
-    seen = trained_on(held_out, *training, with_prompt=edits)
+    with logging_long(logger, "comparing the images of evaluation.data with those that are trained on"):
+        seen = trained_on(held_out, *training, with_prompt=edits)
     if seen and not config.evaluation.allow_overlap:
         same = "the same image with the same prompt" if edits else "the same image"
         raise ConfigError(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig
 from retouch.data.base import DataError, ItemFiles
@@ -67,26 +65,25 @@ def _items(run: RunConfig) -> list[RewardItem]:
 
 def _problem(name: str, entry: RewardEntry, client: RewardClientConfig, items: Sequence[RewardItem]) -> str | None:
     """Reason why a reward cannot score; None if it can."""
-    with tempfile.TemporaryDirectory(prefix="retouch-doctor-") as folder:
-        try:
-            # a table does not wait for what has weight 0, and its gate is not here
-            alone = entry.model_copy(update={"weight": 1.0, "role": "train", "gated_by": None})
-            table = RewardTable({name: alone}, client, Path(folder), own_device())
-        except ConfigError as error:
-            return str(error)
-        try:
-            table.start()
-            asks_s = getattr(entry, "timeout_s", 0.0)  # a judge is loaded once it has answered a first question
-            problems = table.wait_ready(_LOADING_S + asks_s if entry.is_made_here else _SERVER_S)
-            if problems:
-                return f"{'; '.join(problems)}; {_remedy(name, entry)}"
-            outcomes = table.submit(items).result().outcomes[name]
-        except (ConfigError, RewardOutage) as error:
-            return str(error)
-        except Exception as error:  # loading a scorer may raise whatever its library does
-            return f"{type(error).__name__}: {error}; {_remedy(name, entry)}"
-        finally:
-            table.close()
+    try:
+        # a table does not wait for what has weight 0, and its gate is not here
+        alone = entry.model_copy(update={"weight": 1.0, "role": "train", "gated_by": None})
+        table = RewardTable({name: alone}, client, None, own_device())
+    except ConfigError as error:
+        return str(error)
+    try:
+        table.start()
+        asks_s = getattr(entry, "timeout_s", 0.0)  # a judge is loaded once it has answered a first question
+        problems = table.wait_ready(_LOADING_S + asks_s if entry.is_made_here else _SERVER_S)
+        if problems:
+            return f"{'; '.join(problems)}; {_remedy(name, entry)}"
+        outcomes = table.submit(items).result().outcomes[name]
+    except (ConfigError, RewardOutage) as error:
+        return str(error)
+    except Exception as error:  # loading a scorer may raise whatever its library does
+        return f"{type(error).__name__}: {error}; {_remedy(name, entry)}"
+    finally:
+        table.close()
     failed = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
     if failed is None:
         return None

@@ -11,6 +11,7 @@ checkpoints/step-000040/
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from retouch.engine.saved import (
     reason_of,
     verify_files,
 )
-from retouch.errors import CheckpointError, ConfigError, DamagedFile
+from retouch.errors import CheckpointError, ConfigError, DamagedFile, logging_long
 from retouch.files.saved_tensors import load_saved
 from retouch.process.process_wide import rng_state, set_rng_state
 from retouch.types import Processes
@@ -44,6 +45,8 @@ SaveWeights = Callable[[Mapping[str, Tensor], Path], None]
 
 LoadWeights = Callable[[Path], Mapping[str, Tensor]]
 """The inverse, exact."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -179,7 +182,8 @@ def verify_once(folder: Path, processes: Processes) -> None:
     problem: str | None = None
     if processes.rank == 0:
         try:
-            verify_files(folder)
+            with logging_long(logger, f"comparing the files of {folder} with their SHA-256"):
+                verify_files(folder)
         except CheckpointError as error:
             problem = str(error)
     if (found := processes.gather_list([problem])[0]) is not None:

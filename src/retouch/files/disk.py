@@ -242,11 +242,11 @@ WHERE = "logging.dir or --out"
 
 
 @contextmanager
-def writing(place: Path | str, options: str = WHERE) -> Iterator[None]:
+def writing(place: Path | str, options: str = "--out") -> Iterator[None]:
     """Add the path to write errors that do not name it, and convert those of torch and safetensors to OSError.
 
     Args:
-        options: the options that set the path, for the message.
+        options: the options or arguments that set the path, for the message.
 
     Raises:
         OSError: with its number and path.

@@ -72,8 +72,12 @@ def write_new_png(image: Writable, next_free: Callable[[], Path]) -> Path:
                 os.link(temporary, path)
             except FileExistsError:
                 path = next_free()
-            except OSError:  # a file system without links
-                temporary.replace(path)
-                return path
+            except OSError:  # a file system without links: the name is taken before the file is moved there
+                try:
+                    path.touch(exist_ok=False)
+                except FileExistsError:
+                    path = next_free()
+                else:
+                    return temporary.replace(path)
             else:
                 return path

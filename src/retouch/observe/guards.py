@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from retouch.config.training import gold_share
 from retouch.imaging.masks import MASK_THRESHOLD, Pixels, mask_box
 from retouch.observe.statistics import MIN_EXAMPLES, paired_difference, student
 
@@ -90,17 +91,9 @@ def score_of(row: Row, weights: dict[str, float]) -> float | None:
     return sum(weight * float(row[name]) for name, weight in weights.items())
 
 
-FALSE_ALARMS = 0.05
-"""Probability that a run of any length whose gold rewards never change has an alarm of one of them."""
-
-
 def gold_level(earlier: int, rewards: int = 1) -> float:
-    """Level of the interval that an evaluation compares a gold reward by, with the best of `earlier` evaluations.
-
-    The k-th comparison of a run chooses from k evaluations and spends 1 / (k (k + 1)) of `FALSE_ALARMS`, divided among
-    them and among the gold rewards; the sum over all k is 1 (Bonferroni; alpha spending, Lan and DeMets 1983).
-    """
-    return 1 - 2 * FALSE_ALARMS / (earlier**2 * (earlier + 1) * rewards)  # only a fall counts: one of two sides
+    """Level of the interval that an evaluation compares a gold reward by, with the best of `earlier` evaluations."""
+    return 1 - 2 * gold_share(earlier, rewards)  # only a fall counts: one of two sides
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from retouch.config.training import PLATEAU_EVALUATIONS, PLATEAU_EXAMPLES
-from retouch.observe.guards import FALSE_ALARMS, Row
+from retouch.config.training import FALSE_ALARMS, PLATEAU_EVALUATIONS, PLATEAU_EXAMPLES
+from retouch.observe.guards import Row
 from retouch.observe.statistics import paired_difference
 
 SHARE = 0.1

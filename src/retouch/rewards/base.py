@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -295,8 +296,9 @@ class RewardEntry(Section):
             whose: what has the rewards, for messages: a run or a benchmark.
 
         Raises:
-            ValueError: a gate that cannot work.
+            ValueError: a gate that cannot work, or options that belong to a server.
         """
+        self._require_options_of_server(key)
         gate = self.gated_by
         if gate is None:
             return
@@ -416,21 +418,29 @@ class RewardEntry(Section):
         return {**dict.fromkeys(cls._required_texts(), ""), **given} if served else given
 
     @model_validator(mode="after")
-    def _options_are_served_with(self) -> RewardEntry:
-        texts = dict.fromkeys(self._required_texts(), "")
-        if self.is_made_here:
-            if empty := [name for name in texts if not getattr(self, name)]:
-                raise ValueError(f"{empty[0]}: given ''; expected a text; set {empty[0]} to one")
-            return self
-        # compared by value, because a dumped run file writes every default
-        defaults = {name: type(self).model_fields[name].default for name in self.own_options()} | texts
-        changed = [name for name in sorted(defaults) if getattr(self, name) != defaults[name]]
-        if changed:
-            raise ValueError(
-                f"{changed[0]} is set beside url {self.url!r}, but the options of a reward belong to the server that "
-                f"scores it; drop {changed[0]} here and start the server with it"
-            )
+    def _has_its_texts(self) -> RewardEntry:
+        empty = [name for name in self._required_texts() if not getattr(self, name)] if self.is_made_here else []
+        if empty:
+            raise ValueError(f"{empty[0]}: given ''; expected a text; set {empty[0]} to one")
         return self
+
+    def _require_options_of_server(self, key: str) -> None:
+        """Refuse options of the scorer beside the address of a server, whose own they are."""
+        # compared by value, because a dumped run file writes every default
+        texts = dict.fromkeys(self._required_texts(), "")
+        defaults = {name: type(self).model_fields[name].default for name in self.own_options()} | texts
+        changed = {name for name in defaults if getattr(self, name) != defaults[name]}
+        if self.is_made_here or not changed:
+            return
+        name = key.removeprefix("rewards.")
+        other = {"scorer": self.scorer} if self.scorer != name else {}
+        options = {**other, **self.model_dump(mode="json", include=changed)}
+        entry = {**other, **self.model_dump(mode="json", include={*RewardEntry.model_fields}, exclude_defaults=True)}
+        served = shlex.join(["retouch", "reward", "serve", name, "--options", json.dumps({name: options})])
+        raise ValueError(
+            f"{key}.{min(changed)}: given beside url {self.url!r}, but the options of a scorer belong to its server; "
+            f"start it with `{served}`, and replace the entry: {shlex.quote(f'{key}={json.dumps(entry)}')}"
+        )
 
     @classmethod
     def _required_texts(cls) -> list[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class MachineShare:
     cache: ScoreCache | None = None
     urls: Mapping[Devices, list[str]] = field(default_factory=dict[Devices, Any])
     _servers: list[LocalServer] = field(default_factory=list[LocalServer])
-    _temporary: ExitStack = field(default_factory=ExitStack)
+    _made: list[Path] = field(default_factory=list[Path])
 
     def start(self, gather: Gather) -> None:
         """Start or find what is shared.
@@ -84,6 +84,7 @@ class MachineShare:
                 urls = {devices: server.urls() for devices, server in zip(mine, self._servers, strict=True)}
         except (ConfigError, OSError) as error:  # reported below: the other processes wait in gather
             problem = error
+            self._made.clear()  # the message names a log there
         everywhere = gather([(machine, urls, problem and str(problem))])
         if problem is not None:
             raise problem
@@ -95,14 +96,18 @@ class MachineShare:
     def _log_dir(self) -> Path:
         if self.log_dir is not None:
             return self.log_dir
-        return Path(self._temporary.enter_context(tempfile.TemporaryDirectory(prefix="retouch-rewards-")))
+        self._made.append(Path(tempfile.mkdtemp(prefix="retouch-rewards-")))
+        return self._made[-1]
 
     def close(self) -> None:
         for server in self._servers:
             server.terminate()
         for server in self._servers:
             server.close()
+        if self._made and any(server.has_failed for server in self._servers):
+            self._made.clear()  # as well
         self._servers.clear()
         if self.cache:
             self.cache.close()
-        self._temporary.close()
+        for folder in self._made:
+            shutil.rmtree(folder, ignore_errors=True)

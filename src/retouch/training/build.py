@@ -21,6 +21,7 @@ from retouch.data.dataset import Dataset, all_embedded, load_dataset
 from retouch.data.rules import require_groups, require_held_out, require_one_batch, require_targets, shape_warnings
 from retouch.data.texts import require_texts_of
 from retouch.engine import Checkpoints, Engine, Policy
+from retouch.errors import logging_long
 from retouch.families.embeddings import require_prompts
 from retouch.families.loading import DTYPES, load_model
 from retouch.families.prompts import PromptCheck
@@ -150,7 +151,8 @@ def build(config: RunConfig) -> Run:
     if config.model.free_text_encoders:  # before the network is placed: they are never on the device together
         assert model.prompts is not None, "`check` refuses this for other families"
         prompts = [p for d in (data, warmup, held_out) if d is not None for p in d.prompts]
-        model.prompts.cache_and_release([*config.model.fixed_prompts, *prompts])
+        with logging_long(logger, f"encoding {len(prompts)} prompts (model.free_text_encoders)"):
+            model.prompts.cache_and_release([*config.model.fixed_prompts, *prompts])
     trainee = make_trainable(model.network, config.model.train, model.spec, config.seed)
     network = engine.prepare(
         model.network,

@@ -3,11 +3,14 @@ imported: a mistyped path is an error within a second."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
 from retouch.data.dataset import listed_in
+from retouch.errors import InputError
 from retouch.families.base import TrainIpAdapter, TrainLora
 from retouch.files.hub import is_hub_id, require_hub
 from retouch.files.model_files import component_path, transformer_path
@@ -19,9 +22,8 @@ def require_files(run: RunConfig) -> None:
     Raises:
         DataError, ModelFilesError, ConfigError: naming the key.
     """
-    for name, section in data_sections(run).items():
-        if not Path(section.path).expanduser().exists() and section.hub_id is None:
-            listed_in(section, name)  # reports a missing list in the words of its format
+    for check in _local_checks(run):
+        check()
     require_model(run)
     for name, entry in run.rewards.items():
         if entry.is_made_here:  # a running server has its own models
@@ -43,13 +45,41 @@ def require_model(run: RunConfig) -> None:
         require_hub("model.transformer.path", transformer_path(run.model.transformer)[0])
     encoder = run.model.reference_encoder if run.model.embeddings is None else None  # stored vectors replace it
     require_hub("model.train.image_encoder", encoder or "")
+    for check in _model_checks(run):
+        check()
+    if run.model.merged_lora is not None:
+        require_hub("model.distillation_lora.path", run.model.merged_lora.path)
+
+
+def missing_files(run: RunConfig) -> list[str]:
+    """A line for each local path of a run file that is not on this machine; no hub is asked, and no file is read. A
+    path with a variable of the environment that is not set is left out."""
+    lines = list[str]()
+    for check in _local_checks(run):
+        try:
+            check()
+        except InputError as error:
+            lines.append(str(error))
+    return [line for line in lines if "${" not in line]
+
+
+def _local_checks(run: RunConfig) -> Iterator[Callable[[], object]]:
+    """A check of each local path of a run file, which raises if it does not exist."""
+    for name, section in data_sections(run).items():
+        if not Path(section.path).expanduser().exists() and section.hub_id is None:
+            yield partial(listed_in, section, name)  # reports a missing list in the words of its format
+    yield partial(component_path, run.model.path, run.model.family)
+    yield from _model_checks(run)
+
+
+def _model_checks(run: RunConfig) -> Iterator[Callable[[], object]]:
+    if run.model.transformer is not None:
+        yield partial(transformer_path, run.model.transformer)
     if isinstance(run.model.train, TrainLora | TrainIpAdapter):
-        _require_path("model.train.initial_adapter", run.model.train.initial_adapter, "an adapter file or a checkpoint")
-    lora = run.model.merged_lora
-    if lora is not None and is_hub_id(lora.path):
-        require_hub("model.distillation_lora.path", lora.path)
-    elif lora is not None:
-        _require_path("model.distillation_lora.path", lora.path, "a LoRA file, its folder or a hub id")
+        adapter = run.model.train.initial_adapter
+        yield partial(_require_path, "model.train.initial_adapter", adapter, "an adapter file or a checkpoint")
+    if (lora := run.model.merged_lora) is not None and not is_hub_id(lora.path):
+        yield partial(_require_path, "model.distillation_lora.path", lora.path, "a LoRA file, its folder or a hub id")
 
 
 def _require_path(key: str, path: str | None, expected: str) -> None:

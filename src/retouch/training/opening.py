@@ -33,6 +33,8 @@ class OpenedRun(Protocol):
     @property
     def dir(self) -> RunDir: ...
     @property
+    def eval_data(self) -> Sequence[Any]: ...
+    @property
     def eval_is_held_out(self) -> bool: ...
 
 
@@ -65,7 +67,10 @@ def log_header(run: OpenedRun, trained: int, folder: Path | None) -> None:
     logger.info("%s", header(run.config, run.derived, trained, folder))
     if run.dir.main:
         log_cost(run.config, run.derived.world_size)
-    for line in warnings_of(run.config, run.derived.world_size) if run.dir.main else ():
+    warnings, examples = warnings_of(run.config, run.derived.world_size), len(run.eval_data)
+    if examples < run.config.evaluation.num_examples:
+        warnings += run.config.evaluation.gold_warnings(run.config, examples)
+    for line in warnings if run.dir.main else ():
         logger.warning("%s", line)
     for line in preset_lines(run.config):
         logger.info("%s", line)

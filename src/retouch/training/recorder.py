@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from retouch.errors import logging_long
 from retouch.families.embeddings import base_files
 from retouch.observe.guards import StepWatch, score_drifts
 from retouch.process.machine import return_memory
@@ -19,6 +21,8 @@ from retouch.training.progress import Progress, saved
 from retouch.training.resume import evaluation_stands, with_keys
 from retouch.training.step import ForwardSize
 from retouch.training.stopping import StopRequests
+
+logger = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Tensor]
 
@@ -123,10 +127,11 @@ class Recorder:
 
     def evaluate_at_start(self) -> None:
         """Evaluate the weights that training begins from, or those of a step whose evaluation is still due."""
-        if self.progress.step == 0 and self._evaluated_at is None:
-            self.evaluate("start")
-        elif self.owes_evaluation:
-            self.evaluate("step")  # servers were away when it was due
+        with logging_long(logger, "evaluating before the first step"):
+            if self.progress.step == 0 and self._evaluated_at is None:
+                self.evaluate("start")
+            elif self.owes_evaluation:
+                self.evaluate("step")  # servers were away when it was due
 
     def _is_due(self) -> bool:
         """Whether this step is evaluated as one of many; the ends of warm-up and run have evaluations of their own."""

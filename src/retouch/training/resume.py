@@ -248,7 +248,10 @@ def _warn_of_changes(saved: Mapping[str, Any], config: RunConfig) -> None:
         before[section] = {option: default, **before[section]}
     for key, then, given, _ in changes(RunConfig, config, before, yaml12.parse(dump_run(config)), every=True):
         if key != "resume":
-            logger.warning("changed since the checkpoint: %s: %s (was %s)", key, json.dumps(given), json.dumps(then))
+            moved = key == "training.max_steps" and config.data.stages > 1
+            effect = "; the stages of data.curriculum are shares of it, and move" * moved
+            told = f"{key}: {json.dumps(given)} (was {json.dumps(then)}){effect}"
+            logger.warning("changed since the checkpoint: %s", told)
 
 
 def changes(

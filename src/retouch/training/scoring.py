@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retouch.errors import ConfigError, FailureRateExceeded, RewardOutage
+from retouch.errors import ConfigError, FailureRateExceeded, RewardOutage, logging_long
 from retouch.process.plain_text import count_of
 from retouch.rewards.addresses import TOKEN_VARIABLE, start_servers
 from retouch.rewards.protocol import Pixels, RewardItem
@@ -321,14 +321,18 @@ def wait_for_rewards(table: RewardTable, client: RewardClientConfig) -> None:
         ConfigError: torch's default dtype is not fp32 any more, in which libraries make tensors.
     """
     problems: list[str] = []
-    for patience_s in (STARTING_S, max(0.0, client.outage_wait_s - STARTING_S)):
-        problems = table.wait_ready(patience_s)
-        if not problems or table.has_a_server_each():
-            if problems:
-                logger.warning("the run starts without some servers of its rewards: %s", "; ".join(problems))
-                table.compare_servers()
-            _require_default_dtype()
-            return
+    places = [f"{name} ({'this process' if one.url is None else one.url})" for name, one in table.entries.items()]
+    most = max(STARTING_S, client.outage_wait_s)
+    told = f"waiting up to {most:.0f} s (reward_client.outage_wait_s) for rewards: {', '.join(places)}"
+    with logging_long(logger, told):
+        for patience_s in (STARTING_S, most - STARTING_S):
+            problems = table.wait_ready(patience_s)
+            if not problems or table.has_a_server_each():
+                if problems:
+                    logger.warning("the run starts without some servers of its rewards: %s", "; ".join(problems))
+                    table.compare_servers()
+                _require_default_dtype()
+                return
     started_elsewhere = [n for n, entry in table.entries.items() if entry.url not in (None, "auto") and entry.weight]
     running = all(TOKEN_VARIABLE in problem for problem in problems)
     remedy = [start_servers(started_elsewhere)] if started_elsewhere and not running else []

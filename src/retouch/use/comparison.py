@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from PIL.Image import Image
 
 from retouch.config import ConfigError, RunConfig
+from retouch.config.needs import takes_references
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import Dataset, all_embedded
 from retouch.files.disk import write_whole
@@ -106,6 +107,8 @@ def compare_runs(
     datasets = {name: _examples(config, data, reference) for name, config in configs.items()}
     for other in others:
         _require_same(first, datasets[first], other, datasets[other])
+        if reference is None and all(takes_references(configs[name], scored=True) for name in (first, other)):
+            _require_same_references(first, datasets[first], other, datasets[other])
     if out is not None:
         make_folder(out)
     results: dict[str, Evaluation] = {}
@@ -207,6 +210,16 @@ def _require_same(name: str, one: Dataset, other_name: str, other: Dataset) -> N
         raise ConfigError(
             f"evaluation.data: {name} ({one.config.path}, {len(one)} examples) and {other_name} ({other.config.path}, "
             f"{len(other)} examples) evaluate on different examples; give both the same with --data"
+        )
+
+
+def _require_same_references(name: str, one: Dataset, other_name: str, other: Dataset) -> None:
+    """Raises ConfigError if two runs have different references: a difference of their images could be that of these."""
+    roles = [dataset.config.image_options.reference for dataset in (one, other)]
+    if roles[0] != roles[1] or [i.reference_path for i in one.items] != [i.reference_path for i in other.items]:
+        raise ConfigError(
+            f"evaluation.data.reference: {name} ({roles[0]}) and {other_name} ({roles[1]}) have different style "
+            "references; give both the same with --reference"
         )
 
 

@@ -112,7 +112,7 @@ class GrpoConfig(AdvantageConfig):
 
         steps = self.trained_steps(run)
         trained = steps - shared_training_steps(run, optimizer_steps // self.inner_epochs)
-        reference = steps if self.kl_weight else 0
+        reference = steps - shared_training_steps(run, 1) if self.kl_weight else 0
         again = trained if self.old_log_probs == "recomputed" and optimizer_steps > 1 else 0
         return guided * (sampling_forwards(run) + again + reference + self.inner_epochs * trained * backward)
 

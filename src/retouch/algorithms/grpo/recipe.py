@@ -53,7 +53,7 @@ def train_epoch(session: Session, algorithm: GrpoConfig, experience: Experience)
     """The optimizer steps on the rows of an epoch, with the reference's means and new records if the loss needs them
     and a checkpoint did not bring them."""
     if algorithm.kl_weight and not len(experience.reference_means):
-        experience.reference_means = reference_means(session, experience)
+        experience.reference_means = reference_means(session, algorithm, experience)
     several = session.run.derived.optimizer_steps_per_epoch > 1
     if algorithm.old_log_probs == "recomputed" and several and not session.resumed_epoch:
         record_again(session, algorithm, experience)
@@ -156,17 +156,22 @@ def of_inputs(values: Tensor, own: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def reference_means(session: Session, experience: Experience) -> Tensor:
-    """Means of the reference policy at every recorded transition [n, S, C, H, W]."""
+def reference_means(session: Session, algorithm: GrpoConfig, experience: Experience) -> Tensor:
+    """Means of the reference policy at every recorded transition [n, S, C, H, W]; a first step that rows share has one
+    row of the network, as in training."""
     run, means = session.run, torch.zeros_like(experience.latents[:, 1:])
-    device = run.engine.device
+    device, every = run.engine.device, torch.arange(len(means), dtype=torch.int64)
+    span = range(int(run.config.rollout.shares_first_step), experience.trained_steps)
     with run.policy.use("reference"), run.clock.part("train_forward"):
-        for rows in session.size.chunks(torch.arange(len(means), dtype=torch.int64)):
+        if span.start:
+            for rows, first in session.size.parts(every, 1, experience.first_inputs):
+                means[rows, 0] = forward_on_recorded(run, algorithm, experience, rows, first).mean.cpu()
+        for rows in session.size.chunks(every) if span else ():
             condition = run.encoded.conditions(experience.position[rows].tolist(), device)
             plan = run.plans.plan(run.schedule(condition.size))
-            x, _, step = experience.transitions(rows, range(experience.trained_steps), device)
+            x, _, step = experience.transitions(rows, span, device)
             by_step = [t.unflatten(0, (len(rows), -1)).transpose(0, 1).contiguous() for t in (x, step)]
-            for s, (states, steps) in enumerate(zip(*by_step, strict=True)):
+            for s, states, steps in zip(span, *by_step, strict=True):
                 mean, _ = transition(run.model, run.network, plan, states, steps, condition)
                 means[rows, s] = mean.cpu()
     return means

@@ -102,10 +102,10 @@ def _train(run: VlmRun, arguments: GRPOConfig) -> None:
         rewards = state.get("rewards") or run.rewards.state()  # old checkpoints hold none
         run.rewards.restore(rewards, arguments.process_index, arguments.world_size)
         step = int(state["progress"]["step"])
-        require_between_cycles(folder, step, run.derived.optimizer_steps_per_generation)
         if has_finished(config, step, read_metrics(metrics)):
             logger.info("the run had already ended at step %d", step)
             return
+        require_between_cycles(folder, step, run.derived.optimizer_steps_per_generation)
     every = config.training.eval_every
     due = step == 0 or (bool(every) and step % every == 0 and step < config.training.max_steps)
     stands = evaluation_stands(read_metrics(metrics), step, run.rewards)

@@ -26,6 +26,7 @@ from retouch.config import ConfigError, RunConfig
 from retouch.data.sampler import own_share
 from retouch.engine import gather_list
 from retouch.engine.checkpoint import drop_unfinished
+from retouch.errors import logging_long
 from retouch.families.qwen.text import Task
 from retouch.observe.cost import Costs
 from retouch.observe.guards import IdleWatch
@@ -344,7 +345,8 @@ class RunCallback(TrainerCallback):
                 self._idle_alarm(record)  # already reported
         self.trainer.spent()  # opening the run does not count towards its first step
         if self.trainer.owes_evaluation:  # only now are the weights on their device
-            self.trainer.evaluate_now("step" if state.global_step else "start")
+            with logging_long(logger, "evaluating before the first step"):
+                self.trainer.evaluate_now("step" if state.global_step else "start")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.trainer.between_cycles():

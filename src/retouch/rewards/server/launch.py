@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from retouch.config.errors import nearest
-from retouch.errors import ConfigError
+from retouch.errors import ConfigError, logging_long
 from retouch.files import plain_json
 from retouch.files.disk import append_to
 from retouch.process.signals import ignore_notices
@@ -251,6 +251,7 @@ class LocalServer:
         self._command += ["--endpoints", str(self._endpoints), "--options", json.dumps(scorers)]
         self._command += ["--devices", serve_argument(devices), "--with-parent", str(os.getpid())]
         log.parent.mkdir(parents=True, exist_ok=True)
+        self.has_failed = False
         self._killed_at: float | None = None
         self._process = self._start()
         self._closing = threading.Event()
@@ -279,6 +280,7 @@ class LocalServer:
                 continue
             if code >= 0 and not self._endpoints.exists():
                 return  # it ended with an error before it was up, which `urls` reports
+            self.has_failed = True
             early_deaths = early_deaths + 1 if time.monotonic() - started < _EARLY_S else 0
             if code == ConfigError.exit_code and not self._endpoints.with_name(_READY).exists():
                 logger.error("the reward server ended (exit code %s) and is not restarted; see %s", code, self.log)
@@ -301,12 +303,13 @@ class LocalServer:
             ConfigError: the server ended or did not start in time; the message ends with the last lines of its log.
         """
         deadline = time.monotonic() + timeout_s
-        while not self._endpoints.exists():
-            failed = not self._watch.is_alive()  # one that was killed is started again
-            if failed or time.monotonic() > deadline:
-                lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
-                raise ConfigError(f"the reward server did not start (log: {self.log}): " + " | ".join(lines))
-            time.sleep(0.05)
+        with logging_long(logger, f"waiting up to {timeout_s:.0f} s for the reward server (log: {self.log})"):
+            while not self._endpoints.exists():
+                failed = not self._watch.is_alive()  # one that was killed is started again
+                if failed or time.monotonic() > deadline:
+                    lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
+                    raise ConfigError(f"the reward server did not start (log: {self.log}): " + " | ".join(lines))
+                time.sleep(0.05)
         found = plain_json.loads(self._endpoints.read_text(encoding="utf-8"))["endpoints"]
         return [str(instance["url"]) for instance in found]
 
