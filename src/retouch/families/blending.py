@@ -75,8 +75,8 @@ def mask_cells(mask: Tensor, factor: int) -> Tensor:
 
 def blended(velocity: Tensor, x: Tensor, t: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """The velocity [B, C, h, w] inside the mask, and outside it the one that leads from `x` at sigma `t` [B] to the
-    source; unchanged where `tensors` of a condition have no source and mask to blend."""
-    if not {"source_latents", "mask_cells"} <= tensors.keys():
+    source; unchanged where `tensors` of a condition have no mask."""
+    if "mask_cells" not in tensors:
         return velocity
     to_source = (x - tensors["source_latents"]) / t.view(-1, 1, 1, 1)
     return torch.where(tensors["mask_cells"] > 0, velocity, to_source)

@@ -26,7 +26,6 @@ from transformers import ByT5Tokenizer, CLIPTextModel, T5EncoderModel
 
 from retouch.errors import first_line
 from retouch.families import tiny
-from retouch.families.blending import blended
 from retouch.families.diffusion import FamilyModel, unpack
 from retouch.families.flux.spec import FluxSection
 from retouch.families.guidance import adapter_inputs, doubled, guided, halves
@@ -120,8 +119,7 @@ class FluxModel(FamilyModel):
 
     def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
         """Velocity [B, C, h, w] at sigma `t` [B]; with a negative prompt in the condition by classifier-free guidance
-        (arXiv 2207.12598) of `true_guidance_scale`, and outside a mask that is blended the one that leads to the
-        source."""
+        (arXiv 2207.12598) of `true_guidance_scale`."""
         c = condition.tensors
         h, w = x.shape[2:]
         tokens, ids = self.sequence(x, c)
@@ -139,7 +137,7 @@ class FluxModel(FamilyModel):
             joint_attention_kwargs=adapter_inputs(c),
             return_dict=False,
         )[0][:, : (h // 2) * (w // 2)].float()
-        return blended(unpack(guided(output, c, self.config.true_guidance_scale), h, w), x, t, c)
+        return unpack(guided(output, c, self.config.true_guidance_scale), h, w)
 
 
 @lru_cache(maxsize=16)

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from diffusers import FluxPipeline
-from torch import Tensor
+from torch import Tensor, nn
 
 from retouch.families import tiny
-from retouch.families.blending import blending_inputs
+from retouch.families.blending import blended, blending_inputs
 from retouch.families.diffusion import pack
 from retouch.families.flux.base import FluxModel, grid_ids, tiny_parts
 from retouch.families.flux_dev.spec import FluxDevModel
@@ -46,3 +46,7 @@ class FluxDev(FluxModel):
     def sequence(self, x: Tensor, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The noisy latents alone."""
         return pack(x), grid_ids(x.shape[2] // 2, x.shape[3] // 2, str(x.device))
+
+    def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """Velocity [B, C, h, w] at sigma `t` [B]; outside the mask the one that leads to the source."""
+        return blended(super().predict(network, x, t, condition), x, t, condition.tensors)

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from diffusers import FluxKontextPipeline
-from torch import Tensor
+from torch import Tensor, nn
 
 from retouch.families import tiny
-from retouch.families.blending import edited_inputs
+from retouch.families.blending import blended, edited_inputs
 from retouch.families.diffusion import pack
 from retouch.families.flux.base import FluxModel, grid_ids, tiny_parts
 from retouch.families.flux_kontext.spec import FluxKontextModel
@@ -63,3 +63,8 @@ class FluxKontext(FluxModel):
         clean = tensors.get("reference_latents", tensors["source_latents"])
         tokens = torch.cat([pack(x), pack(clean.to(x))], dim=1)
         return tokens, torch.cat([grid_ids(rows, columns, device), grid_ids(rows, columns, device, image=1)])
+
+    def predict(self, network: nn.Module, x: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        """Velocity [B, C, h, w] at sigma `t` [B]; outside a mask the one that leads to the source."""
+        velocity = super().predict(network, x, t, condition)
+        return blended(velocity, x, t, condition.tensors) if condition.mask is not None else velocity
