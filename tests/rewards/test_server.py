@@ -17,7 +17,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from retouch.rewards.protocol import RewardItem, Scorer
-from retouch.rewards.server.admission import Limits
+from retouch.rewards.server.admission import Authorize, Limits
 from retouch.rewards.server.app import app_of
 from retouch.rewards.wire import encode_request
 from retouch.types import Score
@@ -373,6 +373,12 @@ def test_the_scheme_of_the_token_has_no_case(http: httpx.Client, given: str) -> 
         assert http.get(f"{url}/info", headers={"Authorization": given}).status_code == 200
         for wrong in (given.upper(), given + "s", f"x{given}"):  # the token has
             assert http.get(f"{url}/info", headers={"Authorization": wrong}).status_code == 401
+
+
+def test_what_holds_the_token_does_not_show_it() -> None:
+    """A traceback with local variables prints them."""
+    app: Any = None
+    assert "secret" not in repr(Authorize(app, token="secret"))
 
 
 def test_the_token_is_compared_in_constant_time(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ class LocalOnly:
         await self._app(scope, receive, send)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Authorize:
     """Rejects requests without the bearer token, except /livez."""
 
