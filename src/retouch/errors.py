@@ -172,7 +172,8 @@ def installed(what: str = "this reward", extra: str = "train") -> Iterator[None]
         yield
     except ImportError as error:
         extra = "train" if error.name == "torch" else extra
-        raise ConfigError(f'{what} needs {error.name}: pip install "retouch[{extra}]"') from None
+        needed = error.name or f"another version ({first_line(error)})"  # libraries that check their own have no name
+        raise ConfigError(f'{what} needs {needed}: pip install "retouch[{extra}]"') from None
 
 
 @contextmanager

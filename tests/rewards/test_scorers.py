@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from PIL import Image
 
 from retouch.config import ConfigError
+from retouch.errors import installed
 from retouch.imaging.glyphs import write_spaced
 from retouch.imaging.masks import mask_box, paste_back, widen
 from retouch.rewards.protocol import Pixels, RewardItem
@@ -351,3 +353,16 @@ def test_options_reach_the_scorer() -> None:
     made = make_scorer("ocr", {"score": "confidence", "case_sensitive": False, "crop_margin": 0.5, "threads": 2})
     assert isinstance(made, OcrScorer)
     assert made.options == OcrReward(score="confidence", case_sensitive=False, crop_margin=0.5, threads=2)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ImportError("No module named 'rapidocr'", name="rapidocr"), 'needs rapidocr: pip install "retouch[ocr]"'),
+        (ImportError("No module named 'torch'", name="torch"), 'needs torch: pip install "retouch[train]"'),
+        (ImportError("tokenizers>=0.22 is required."), "needs another version (tokenizers>=0.22 is required): pip"),
+    ],
+)
+def test_a_library_that_is_missing_or_too_old_is_named(error: ImportError, says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"the ocr reward {says}")), installed("the ocr reward", "ocr"):
+        raise error
