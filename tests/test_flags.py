@@ -165,6 +165,13 @@ def test_the_flags_are_those_of_the_page() -> None:
     }
 
 
+@pytest.mark.parametrize("other", ["tiny/flux_two_texts --rl_method nft", "tiny/qwen_image_edit --rl_method vlm_grpo"])
+def test_files_without_one_of_grpo_are_no_kind(other: str) -> None:
+    """Their rewards are read from it."""
+    message = answer("train", ["--model_type", *other.split(), "--ocr_weight", "0.5", "--vlm_weight", "0.5"])
+    assert message is not None and " RUN.yaml " in message
+
+
 def test_unknown_flags_beside_known_ones_are_named() -> None:
     message = answer("train", ["--model_type", "flux", "--adam_beta1", "0.9", "--use_8bit_adam"])
     assert message is not None and "; without a key: --adam_beta1, --use_8bit_adam); type" in message

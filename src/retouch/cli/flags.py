@@ -156,7 +156,7 @@ def _algorithm(given: Mapping[str, str]) -> str:
 
 def _kind(given: Mapping[str, str]) -> str:
     """Start of the names of the published files for the model, its trained part, its data and its rewards; "" if none
-    of them becomes a run of the algorithm."""
+    of them becomes a run of the algorithm. Each has a file of GRPO."""
     family = given.get("model_type", "flux")
     family = SHORT_NAMES.get(family, family)
     algorithm, part = _algorithm(given), ""
@@ -167,7 +167,7 @@ def _kind(given: Mapping[str, str]) -> str:
         part = "_manifest"
     kind = f"{family}{part}"
     published = published_algorithms(kind)
-    return kind if published and algorithm in (*published, *_SWITCHED) else ""
+    return kind if "grpo" in published and algorithm in (*published, *_SWITCHED) else ""
 
 
 def _overrides(given: Mapping[str, str], kind: str, named: str) -> tuple[list[str], list[str]]:
@@ -217,7 +217,7 @@ def _typed(flag: str, value: str, kind: str, algorithm: str) -> list[str]:
     if flag == "resume_from_checkpoint":
         return [f"{key}={'auto' if value == 'latest' else value}"]
     if flag in ("vlm_weight", "ocr_weight"):
-        # every published kind has a file of GRPO; a file of one's own is taken to read text and to ask no judge
+        # a file of one's own is taken to read text and to ask no judge
         rewards = read_yaml(published_files()[f"{kind}_grpo"])["rewards"] if kind else {"ocr"}
         if key.split(".")[1] not in rewards:
             return [f"{key.removesuffix('.weight')}={{weight: {value}}}"]
