@@ -188,7 +188,7 @@ class GrpoConfig(AdvantageConfig):
 
     def _check_modes(self, run: RunConfig) -> None:
         """Check that options that reproduce a published code are combined as in that code."""
-        # Each of these would compute something: one correction twice, or with a std that the other option has not.
+        # Each of these would compute something: a correction twice, or of a clip or with a std that there is not.
         name = _rule_name(run)
         if self.kl_mode == "flow_grpo" and name != "flow_sde":
             flow = run.model.spec.prediction == "flow"
