@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from retouch.benchmarks import BENCHMARKS
-from retouch.benchmarks.base import ImageRow, numbered
+from retouch.benchmarks.base import Benchmark, ImageRow, numbered
 from retouch.benchmarks.load import load_benchmark
 from retouch.benchmarks.observations import Observations, OutputIdentity, reward_digest
 from retouch.benchmarks.outputs import Output, Shard, find_file, outputs_of, own, unused_files
@@ -365,3 +365,14 @@ def test_outputs_of_anytext_are_read_at_the_size_of_its_polygons(side: int) -> N
     assert given.model_copy(update={"resolution": (256, 320)}).prepared(Image.new("L", (9, 9)), None, None).size == (
         320, 256,
     )  # fmt: skip
+
+
+def test_a_benchmark_without_data_states_what_to_define() -> None:
+    class Bare(Benchmark):
+        name: Literal["bare"] = "bare"
+
+        def summary(self, rows: Sequence[ImageRow]) -> dict[str, float]:
+            return {}
+
+    with pytest.raises(NotImplementedError, match="Bare has no section; define section, or data"):
+        Bare(path="x").data()

@@ -205,7 +205,9 @@ class Benchmark(Section):
     def data(self) -> DataSection:
         """How the published data at `path` are read. Here: by `section`, with the options of the benchmark that it has
         under the same name, and with images brought to the official size as a whole."""
-        kind = type(self).section
+        kind = getattr(type(self), "section", None)
+        if kind is None:
+            raise NotImplementedError(f"{type(self).__name__} has no section; define section, or data(self)")
         fit = {"fit": "stretch"} if "fit" in kind.model_fields else {}
         own = {"path", *type(self).model_fields.keys() - Benchmark.model_fields.keys()} & kind.model_fields.keys()
         return self.sized(kind(**fit, **{name: getattr(self, name) for name in own}))
