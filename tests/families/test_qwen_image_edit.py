@@ -20,7 +20,6 @@ from retouch.algorithms.vlm_grpo.scoring import sources_of
 from retouch.families.base import TrainFull, TrainLora
 from retouch.families.diffusion import pack
 from retouch.families.loading import ModelFilesError, load_model
-from retouch.families.qwen.base import unpadded
 from retouch.families.qwen.spec import NEGATIVE
 from retouch.families.qwen.text import (
     ChatStates,
@@ -65,6 +64,11 @@ def picture(number: int, height: int, width: int) -> Image.Image:
 def edit_at(number: int, size: tuple[int, int]) -> Example:
     """Instructions of different lengths."""
     return Example(number, "Make it red." + " And blue." * number, picture(number, *size))
+
+
+def unpadded(states: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """[B, S, D] with a mask [B, S], whichever side is padded -> states [L, D] of each row."""
+    return [row[keep > 0] for row, keep in zip(states, mask, strict=True)]
 
 
 @pytest.fixture(scope="module")

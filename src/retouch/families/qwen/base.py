@@ -172,11 +172,6 @@ def padded(rows: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor]:
     return states, (torch.arange(length, dtype=torch.int64) < counts).to(states.dtype)
 
 
-def unpadded(states: Tensor, mask: Tensor) -> list[Tensor]:
-    """[B, S, D] with a mask [B, S], whichever side is padded -> states [L, D] of each row."""
-    return [row[keep > 0] for row, keep in zip(states, mask, strict=True)]
-
-
 def picture_tensors(pictures: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
     """Latents [1, C, h, w] of the images to edit of B rows -> `picture_0` [B, C, h, w], `picture_1` ..."""
     return {f"picture_{i}": torch.cat(column) for i, column in enumerate(zip(*pictures, strict=True))}
