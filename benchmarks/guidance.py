@@ -43,7 +43,8 @@ from retouch.algorithms.train import train
 from retouch.config import derive, load_run
 from retouch.core.reduce import row_mean, weighted_mean
 from retouch.data.dataset import load_dataset
-from retouch.families.loading import load_model, tiny_path
+from retouch.families.loading import load_model
+from retouch.files.model_files import tiny_path
 from retouch.observe import Stopwatch
 from retouch.rewards.table import RewardTable
 from retouch.training.evaluation import Evaluation, evaluate, load_evaluation, save_evaluation
