@@ -57,8 +57,8 @@ def digest(path: Path) -> str:
 
 
 def content_of(image: Path | PackedImage | None) -> str:
-    """What names an image as the original of a copy: SHA-256 of a file, the digest of an image in a table; "" of
-    none. Votes hold it, and are divided by it: another digest would put further votes on an image into another part."""
+    """Name of an image as the original of a copy: SHA-256 of a file, the digest of an image in a table; "" of none.
+    Votes hold it, and are divided by it: another digest would put further votes on an image into another part."""
     return "" if image is None else image.digest if isinstance(image, PackedImage) else digest(image)
 
 
