@@ -45,7 +45,7 @@ class ItemFiles:
         more_paths: source images beside the one that is edited, in order.
         mask_is_made: the mask is no file of the data set and white where to repaint, whatever `invert_mask` is.
         name: for messages, of an item whose id is in no file.
-        original: SHA-256 of the file that the source is a copy of, at another size; "": it is none.
+        original: `content_of` the image that the source is a copy of, at another size; "": it is none.
     """
 
     id: int
