@@ -128,7 +128,7 @@ def switch(made: Any, name: str) -> None:
     """Layers of an arm; "off" leaves the LoRA out."""
     for module in made.modules():
         if isinstance(module, Linear):
-            module.__class__ = ARMS.get(name, Linear)
+            module.__class__ = ARMS.get(name, Linear)  # pyright: ignore[reportAttributeAccessIssue]
             module._disable_adapters = name == "off"
 
 

@@ -372,7 +372,7 @@ def unfuse_lora(network: nn.Module) -> None:
     """LoRA layers of peft, in place."""
     for module in network.modules():
         if isinstance(module, FusedLinear):
-            module.__class__ = Linear
+            module.__class__ = Linear  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def reported(steps: Sequence[dict[str, float]]) -> dict[str, Any]:

@@ -190,11 +190,11 @@ def random_weights(device: torch.device, seed: int = 0) -> Iterator[None]:
 
     def of_diffusers(cls: Any, path: Any, *, subfolder: str | None = None, dtype: Any = None, **_: Any) -> Any:
         config = cls.load_config(path, subfolder=subfolder)
-        return draw(lambda: cls.from_config(config), dtype), {"missing_keys": []}
+        return draw(lambda: cls.from_config(config), dtype), {"missing_keys": [], "unexpected_keys": []}
 
     def of_transformers(cls: Any, path: Any, *, subfolder: str = "", dtype: Any = None, **_: Any) -> Any:
         config = cls.config_class.from_pretrained(path, subfolder=subfolder)
-        return draw(lambda: cls(config), dtype), {"missing_keys": []}
+        return draw(lambda: cls(config), dtype), {"missing_keys": [], "unexpected_keys": []}
 
     replaced: list[tuple[Any, Any]] = [(ModelMixin, of_diffusers), (PreTrainedModel, of_transformers)]
     kept = [kind.__dict__["from_pretrained"] for kind, _ in replaced]

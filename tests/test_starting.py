@@ -343,6 +343,16 @@ def test_the_ending_of_an_image_may_stand_on_its_mask(
     assert [entry["mask_path"] for entry in found.entries] == [str((tmp_path / mask).resolve())]
 
 
+def test_two_images_of_a_folder_of_masks_are_no_image_and_its_mask(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "masks").mkdir()
+    for name in ("1_image.png", "1_original.png"):
+        shutil.copy(photos / "images/p00.png", tmp_path / "masks" / name)
+    (tmp_path / "masks/1.txt").write_text("a sign", encoding="utf-8")
+    found = discover(tmp_path)
+    assert [entry.keys() for entry in found.entries] == [{"prompt", "image_path"}]
+    assert found.left_out == ["masks/1_original.png: has the name and role of masks/1_image.png; rename one of them"]
+
+
 def test_no_image_disappears_because_of_its_format(photos: Path, tmp_path: Path) -> None:
     for name in ("a.png", "b.HEIC", "c.avif", "d.gif"):
         shutil.copy(photos / "images/p00.png", tmp_path / name)

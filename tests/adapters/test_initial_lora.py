@@ -300,6 +300,33 @@ def test_every_layer_of_a_released_unet_has_its_original_name(family: str) -> No
     assert not original_names(["transformer_blocks.0.attn.to_q"])
 
 
+@pytest.mark.parametrize(
+    ("family", "alpha", "modulation"),
+    [("flux_fill", None, True), ("flux_fill", RANK, True), ("flux2_klein", None, False), ("flux2_klein", 5, False)],
+)
+def test_a_final_layer_that_diffusers_converts_as_it_is(
+    family: str, alpha: float | None, modulation: bool, tmp_path: Path
+) -> None:
+    """Without an alpha, or with one that changes nothing, or by the converter of FLUX.2, which reads it."""
+    spec, net, draw = FAMILIES[family].spec, tiny_pipeline(family, seed=3).transformer, torch.Generator().manual_seed(1)
+    layers = {"linear": net.proj_out} | ({"adaLN_modulation_1": net.norm_out.linear} if modulation else {})
+    tensors, whole = dict[str, Tensor](), dict[str, Tensor]()
+    for name, layer in layers.items():
+        down = torch.randn(RANK, layer.in_features, generator=draw)
+        up = torch.randn(layer.out_features, RANK, generator=draw)
+        tensors |= {f"lora_unet_final_layer_{name}.lora_{k}.weight": t for k, t in (("down", down), ("up", up))}
+        if alpha is not None:
+            tensors[f"lora_unet_final_layer_{name}.alpha"] = torch.tensor(float(alpha))
+        whole[name] = (1 if alpha is None else alpha / RANK) * up @ down
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    file = read_lora(tmp_path / "kohya.safetensors", spec, dict(net.named_modules()))
+    found = {name: b @ a * file.alpha / file.rank for name, (a, b) in file.factors.items()}
+    torch.testing.assert_close(found["proj_out"], whole["linear"], atol=1e-5, rtol=1e-5)
+    if modulation:  # the base has scale before shift in diffusers, and shift before scale in the original
+        shift, scale = whole["adaLN_modulation_1"].chunk(2)
+        torch.testing.assert_close(found["norm_out.linear"], torch.cat([scale, shift]), atol=1e-5, rtol=1e-5)
+
+
 def xlabs_of_flux() -> dict[str, Tensor]:
     """XLabs' names of attention processors: q, k and v are one weight, and there is no alpha."""
     draw, config = torch.Generator().manual_seed(1), network().config

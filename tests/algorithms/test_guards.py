@@ -304,8 +304,8 @@ def test_details_of_judges_are_averaged_over_the_scores_that_have_them() -> None
 
 
 def test_a_group_that_is_compared_is_scored_again_as_a_whole() -> None:
-    """After an outage the rows without a reward are submitted again, with those that they are compared with."""
+    """After an outage the rows without this reward are submitted again, with those that they are compared with."""
     items = [RewardItem(i, "p", np.zeros((2, 2, 3), np.uint8), group=group) for i, group in enumerate((7, 7, 8, 8, 7))]
     apart, whole = (SimpleNamespace(compares_group=lambda told=told: told) for told in (False, True))
-    assert _with_groups(SimpleNamespace(entries={"a": apart}), items, {1}) == [1]  # type: ignore[arg-type]
-    assert _with_groups(SimpleNamespace(entries={"a": apart, "b": whole}), items, {1}) == [0, 1, 4]  # type: ignore[arg-type]
+    assert _with_groups(apart, items, {1}) == {1}  # type: ignore[arg-type]
+    assert _with_groups(whole, items, {1}) == {0, 1, 4}  # type: ignore[arg-type]

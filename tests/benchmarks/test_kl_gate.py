@@ -76,6 +76,8 @@ def test_the_page_has_the_distances_to_the_uniform_runs() -> None:
     for row in ROWS:
         changed = kl_gate.overrides_of(row["family"], row["arm"], row["weight"])
         assert row["inputs"]["run"] == inputs.run_digest(kl_gate.TRADES[row["family"]].file, changed)
+        if row["family"] == "sd_inpaint":  # its base is in the package
+            assert row["inputs"] == inputs.inputs(kl_gate.TRADES[row["family"]].file, overrides=changed)
     found = dict[str, list[str]]()
     for family, weights in (("sd_inpaint", [0.2, 0.3, 0.5]), ("sd3", [0.02, 0.05, 0.1, 0.2])):
         uniform, gate = kl_gate.rows_of(ROWS, family, 0)

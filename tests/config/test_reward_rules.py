@@ -179,6 +179,8 @@ def test_gold_rewards_need_examples_for_their_later_alarms(run_with: Callable[..
     for enough in (("evaluation.num_examples=8",), (six, "training.eval_every=0"), (six, "training.max_steps=100")):
         assert warnings_of(run_with(gold, *steps, *enough)) == []
     assert warnings_of(run_with(six, *steps)) == warnings_of(run_with(gold, six, *steps, "algorithm.name=sft")) == []
+    only_sft = (six, *steps, "algorithm.sft_steps=200")  # no comparison: the other warnings stay
+    assert warnings_of(run_with(gold, *only_sft)) == warnings_of(run_with(*only_sft))
     pairs = [GoldPairs(range(n), [1.0] * n, [1.0] * n).alarm("gold", gold_level(2)) for n in (7, 8)]
     assert pairs[0] is None and pairs[1] is not None
 

@@ -117,10 +117,14 @@ def test_a_key_twice_in_one_object(folder: Path) -> None:
         (
             "l.csv",
             "image,edit_image,prompt\nm.png,a.png,a\n",
-            "'edit_image' is not read; rename it to 'image_path', and 'image', if it is the result of the edit, to 'ta",
+            "if 'image' is the result of the edit, rename 'edit_image' to 'image_path' and 'image' to 'target_path',",
         ),
-        ("l.json", '[{"image_path": "m.png", "control_path": "a.png", "prompt": "a"}]', "and 'image_path', if it is"),
-        ("l.json", '[{"image": "m.png", "edit_image": ["a.png"], "prompt": "a"}]', "'edit_image' is not read; rename"),
+        (
+            "l.json",
+            '[{"image_path": "m.png", "control_path": "a.png", "prompt": "a"}]',
+            "if 'image_path' is the result",
+        ),
+        ("l.json", '[{"image": "m.png", "edit_image": ["a.png"], "prompt": "a"}]', "'edit_image' is not read; if 'im"),
         ("l.json", '[{"image": "a.png", "prompt": "a", "mask_image": "m.png"}]', "'mask_image' is not read; rename it"),
     ],
 )
@@ -149,6 +153,16 @@ def test_another_key_beside_the_one_that_counts_is_metadata(folder: Path) -> Non
     (folder / "l.json").write_text('[{"image": "a.png", "Image": "x", "Prompt": "y", "prompt": "a", "ID": "7"}]')
     [item] = ManifestData(path=str(folder / "l.json")).items()
     assert isinstance(item, ItemFiles) and item.metadata == {"Image": "x", "Prompt": "y", "ID": "7"}
+
+
+def test_the_map_of_another_program_beside_a_target_is_metadata(folder: Path) -> None:
+    """The image is then the one to edit, whatever the other program makes of it."""
+    entry = {"image": "a.png", "target_path": "m.png", "prompt": "a", "conditioning_image": "a.png"}
+    (folder / "l.json").write_text(json.dumps([entry]))
+    [item] = ManifestData(path=str(folder / "l.json")).items()
+    assert isinstance(item, ItemFiles)
+    assert (item.source_path, item.target_path) == (folder / "a.png", folder / "m.png")
+    assert item.metadata == {"conditioning_image": "a.png"}
 
 
 def test_a_value_that_names_no_file_is_metadata(folder: Path) -> None:

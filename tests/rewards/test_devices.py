@@ -267,6 +267,8 @@ def test_without_a_folder_nothing_is_left_in_the_working_directory(
     logs: list[Path] = []
 
     class Server:
+        has_failed = False
+
         def __init__(self, scorers: Mapping[str, Any], log: Path, one_each: Sequence[str], spending: Any) -> None:
             assert log.parent.is_dir()
             logs.append(log)

@@ -129,6 +129,7 @@ def test_prompts_are_cleaned_as_open_clip_cleans_them(weights: dict[str, Tensor]
         "a sign &ldquo;SALE‟ &amp;amp; it‘s　ｏｐｅｎ",
     ]
     assert {cleaned(prompt) for prompt in same} == {same[0]} and cleaned("ﬁne ﬂower") == "fine flower"
+    assert cleaned("Ĳs ǅep Ǉubǉana ŉ ǳ") == "IJs Džep LJubljana 'n dz"
     torch.save({"state_dict": weights}, tmp_path / "HPS_v2.1_compressed.pt")
     image = picture(0, 24, 24)
     straight, curly, wide = values(score_checked(scorer_of(tmp_path), [item(0, image=image, prompt=p) for p in same]))

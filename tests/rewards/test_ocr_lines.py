@@ -112,6 +112,8 @@ def test_words_from_right_to_left_are_joined_in_their_order() -> None:
     latin = [found("B", 60, 8, 90, 22), found("A", 0, 10, 50, 24)]  # in the engine's order, whatever it is
     assert Recorded(OcrLinesReward(), latin).read_texts([BLANK]) == [("B A", 1.0)]
     assert Recorded(OcrLinesReward()).read_texts([BLANK]) == [("", 0.0)]
+    below = [found("A LONG HEADLINE", 0, 0, 190, 8), *boxes[2:]]  # most letters of the image are Latin, not of the row
+    assert Recorded(OcrLinesReward(), below).read_texts([BLANK]) == [(" ".join(["A LONG HEADLINE", *words[:2]]), 1.0)]
 
 
 def test_lines_with_places_are_read_there() -> None:

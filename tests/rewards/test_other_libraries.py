@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -230,6 +231,7 @@ def test_the_composite_by_hand(brightness: Brightness) -> None:
     fit = image[:224, :224].mean() / 510 + 0.1
     assert found.detail == {"mask_share": 0.25, "judge": pytest.approx(fit, abs=1e-5), "seam": seam.value}
     assert found.value == pytest.approx(0.25 * fit / 2 + 0.75 * (1 + seam.value), abs=1e-5)
+    assert scorer.score([replace(one, source=picture(1, 30, 40))]) == [found]  # a source of another size is not scored
 
 
 def test_the_composite_of_a_failed_part_is_a_failure(brightness: Brightness) -> None:

@@ -77,6 +77,7 @@ def transcripts(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     judge_client._BUCKETS.clear()
     replies = {0: '{"recognized_text": "S<#>OP"}', 127: '{"recognized_text": ""}', 255: "I cannot read this."}
+    replies[64] = '{"recognized_text": ["ラーメン", "カレー"]}'
 
     class Server(OpenAIServer):
         def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -108,6 +109,9 @@ def test_scores_details_and_failures(transcripts: OpenAIServer) -> None:
     prompt = "a sign with 'SOP' above 'DAILY'"
     [two] = scorer.score([item(0, image=np.zeros((8, 8, 3), np.uint8), prompt=prompt, metadata={})])
     assert two.detail["semantic"] == pytest.approx(0.75 / 2)  # of two texts, one is read: S#OP
+    menu = {"lines": ["ラーメン", "カレー"]}
+    [kana] = scorer.score([item(64, image=np.full((8, 8, 3), 64, np.uint8), metadata=menu)])
+    assert kana.value == 1.0  # lines are units of their own where words have no spaces, too
     asked = transcripts.asked[-1]
     assert asked["temperature"] == 0 and asked["max_tokens"] == 2048 and asked["repetition_penalty"] == 1.2
     assert "recognized_text" in text_of(asked)

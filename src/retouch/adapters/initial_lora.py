@@ -57,10 +57,6 @@ _FACTORS = {
 }  # fmt: skip
 """Ending of a key -> which part of an adapter the tensor is."""
 
-_CONVERTED_WRONGLY = re.compile(r"final_layer.*(adaLN|\.alpha$)")
-"""Keys of FLUX in the original names: FLUX.1's converter drops the alpha of this layer, and FLUX.2's does not exchange
-the halves of its modulation, which the conversion of the base does."""
-
 _KEY = re.compile("|".join(re.escape(f".{ending}") + "$" for ending in _FACTORS))
 
 _OF_TEXT_ENCODERS = re.compile(r"(base_model\.model\.)?(lora_te\d?_|text_encoder(_\d)?\.)")
@@ -303,7 +299,7 @@ def _converted(path: Path, spec: FamilySpec, tensors: Mapping[str, Tensor]) -> d
     """
     loader: Any = getattr(diffusers, spec.pipeline)
     problem = f"{KEY}: {path} cannot be read as a LoRA of {spec.family}"
-    if spec.pipeline.startswith("Flux") and (wrong := next(filter(_CONVERTED_WRONGLY.search, tensors), None)):
+    if wrong := next((key for key in tensors if _is_converted_wrongly(spec, tensors, key)), None):
         raise ConfigError(
             f"{problem}: diffusers 0.42 converts {wrong} wrongly, without its alpha or with shift and scale exchanged; "
             "give a LoRA without that layer"
@@ -323,6 +319,19 @@ def _converted(path: Path, spec: FamilySpec, tensors: Mapping[str, Tensor]) -> d
             "no place in this network; give a LoRA of this network alone"
         )
     return found
+
+
+def _is_converted_wrongly(spec: FamilySpec, tensors: Mapping[str, Tensor], key: str) -> bool:
+    """Whether a key is of the final layer of FLUX in the original names, and a converter of diffusers changes its
+    update: FLUX.1's drops an alpha, and FLUX.2's does not exchange the halves of the modulation, which the conversion
+    of the base does."""
+    if not spec.pipeline.startswith("Flux") or "final_layer" not in key:
+        return False
+    if spec.pipeline.startswith("Flux2"):
+        return "adaLN" in key
+    module = _KEY.sub("", key)
+    ranks = [len(t) for name, t in tensors.items() if _KEY.sub("", name) == module and _part_of(name) == "A"]
+    return _part_of(key) == "alpha" and ranks != [tensors[key].item()]
 
 
 def _rows(tensors: Mapping[str, Tensor]) -> int:

@@ -101,7 +101,7 @@ class Section(BaseModel):
 
     def check_trainable(self, run: RunConfig, key: str = "") -> None:
         """Reject options that no run is trained with, but that a run of an earlier version may have: it is still
-        opened. Called for a resumed run as well: `run.resume` is None for a new one.
+        opened. Called for a resumed run as well: where `run.resume` is None the run is new, and with "auto" it may be.
 
         Raises:
             ValueError: as `check`.

@@ -241,8 +241,8 @@ class EvaluationConfig(Section):
         alarm in the later ones, because as many fall together by chance more often than `gold_share` permits."""
         gold = sum(entry.role == "gold" and not entry.compares_group() for entry in run.rewards.values())
         comparisons = run.training.evaluations_of_rl(run)  # with the last one, and without the first
-        if not gold or not has_rl(run) or 0.5**examples <= gold_share(comparisons, gold):
-            return
+        if not gold or not has_rl(run) or comparisons < 1 or 0.5**examples <= gold_share(comparisons, gold):
+            return  # without a comparison the run ends in its supervised warm-up
         possible = sum(0.5**examples <= gold_share(k, gold) for k in range(1, comparisons))
         needed = math.ceil(-math.log2(gold_share(comparisons, gold)))
         key, raised = "evaluation.num_examples", f"set it to {needed} or more (64 is useful)"

@@ -5,6 +5,7 @@ A format is one file with one section class: its options, `list_items`, and its 
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
@@ -44,7 +45,7 @@ class ItemFiles:
         more_paths: source images beside the one that is edited, in order.
         mask_is_made: the mask is no file of the data set and white where to repaint, whatever `invert_mask` is.
         name: for messages, of an item whose id is in no file.
-        original: SHA-256 of the file that the source is a copy of, at another size; "": it is none.
+        original: `content_of` the image that the source is a copy of, at another size; "": it is none.
     """
 
     id: int
@@ -482,3 +483,23 @@ class ProtocolData(DataSection):
                 f"evaluation.data.held_out_share: given {self.held_out_share:g}, but {name}.held_out_share is "
                 f"{data.held_out_share:g}; set both to one share"
             )
+
+
+_DEMO_DATA = "runs/demo-data"
+"""Data of the tiny run files where DATA_PATH is not set."""
+
+_DEMO_REMEDY = "; the demo makes it (`make demo`, or `retouch init --example demo; python demo.py`); or set DATA_PATH"
+
+
+def listed_in(config: DataSection, purpose: str) -> list[ItemFiles | ItemError]:
+    """The items of a section, and those that are broken.
+
+    Raises:
+        DataError: it cannot be listed; by the option or the key that set its path.
+    """
+    try:
+        return config.items()
+    except DataError as error:  # formats name their keys as those of `data`
+        key = f"{purpose}:" if purpose.startswith("--") else f"{purpose}.path:"
+        remedy = _DEMO_REMEDY if _DEMO_DATA in config.path and not Path(config.path).exists() else ""
+        raise DataError(re.sub(r"^data\.path:", key, str(error)) + remedy) from None

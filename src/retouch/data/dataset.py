@@ -11,10 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import overload
 
-from retouch.data.base import DataError, DataSection, ItemDoubt, ItemError, ItemFiles
+from retouch.data.base import DataError, DataSection, ItemDoubt, ItemError, ItemFiles, listed_in
 from retouch.data.buckets import Buckets, Shape, Shapes
 from retouch.data.checking import Alone, find_problems, in_threads, memory_of
 from retouch.data.identity import files_of
@@ -104,26 +103,6 @@ def shapes_of(items: Sequence[ItemFiles], config: DataSection, processes: Proces
             raise DataError(shape)
         shapes.append(shape)
     return shapes
-
-
-_DEMO_DATA = "runs/demo-data"
-"""Data of the tiny run files where DATA_PATH is not set."""
-
-_DEMO_REMEDY = "; the demo makes it (`make demo`, or `retouch init --example demo; python demo.py`); or set DATA_PATH"
-
-
-def listed_in(config: DataSection, purpose: str) -> list[ItemFiles | ItemError]:
-    """The items of a section, and those that are broken.
-
-    Raises:
-        DataError: it cannot be listed; by the option or the key that set its path.
-    """
-    try:
-        return config.items()
-    except DataError as error:  # formats name their keys as those of `data`
-        key = f"{purpose}:" if purpose.startswith("--") else f"{purpose}.path:"
-        remedy = _DEMO_REMEDY if _DEMO_DATA in config.path and not Path(config.path).exists() else ""
-        raise DataError(re.sub(r"^data\.path:", key, str(error)) + remedy) from None
 
 
 def load_dataset(

@@ -161,7 +161,8 @@ def _pairs(path: Path) -> Found:
             left_out.append(f"{os.path.relpath(file, path)}: {reason}")
             continue
         files = groups.setdefault((folder, stem), {})
-        role = of_folder if of_folder is not None and role in files else role
+        if of_folder is not None and role in files and files[role].parent != file.parent:
+            role = of_folder
         first = files.setdefault(role, file)
         if first != file:
             names = (os.path.relpath(each, path) for each in (file, first))
@@ -208,7 +209,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def _place(file: Path, top: Path) -> tuple[Path, str, str, str | None]:
     """The folder and the name that the files of one example share, and the role of this file; and the role of its
     folder, where its name is that of an image: masks/1_image.png is a mask beside images/1_image.png, and an image
-    beside masks/1_mask.png.
+    beside masks/1_mask.png. Two images of one folder are no image and its mask.
 
     Args:
         top: the folder that was given, whose own name is no role: images/ may hold masks/.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retouch.data.base import ItemFiles
+from retouch.data.tables import table_digest
 from retouch.files.disk import is_file
 from retouch.imaging.lines import folded
 from retouch.imaging.reading import PackedImage
@@ -56,15 +57,15 @@ def digest(path: Path) -> str:
 
 
 def content_of(image: Path | PackedImage | None) -> str:
-    """SHA-256 of the bytes of an image, in a file of its own or in a table; "" of none."""
-    if isinstance(image, PackedImage):
-        return hashlib.sha256(image.read()).hexdigest()
-    return "" if image is None else digest(image)
+    """Name of an image as the original of a copy: SHA-256 of a file, the digest of an image in a table; "" of none.
+    Votes hold it, and are divided by it: another digest would put further votes on an image into another part."""
+    return "" if image is None else image.digest if isinstance(image, PackedImage) else digest(image)
 
 
 def _contents(image: Path | PackedImage) -> set[str]:
-    """`content_of` an image and, in a table, its digest, which votes of earlier versions hold as their original."""
-    return {content_of(image), *([image.digest] if isinstance(image, PackedImage) else [])}
+    """The names of an image as an original (`content_of`), in a file of its own or in a table."""
+    content, own = (image.read(), {image.digest}) if isinstance(image, PackedImage) else (image.read_bytes(), set())
+    return {hashlib.sha256(content).hexdigest(), table_digest(content), *own}
 
 
 def _length(image: Path | PackedImage) -> int:

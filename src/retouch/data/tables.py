@@ -130,7 +130,7 @@ def image_of(table: Table, position: int, row: Mapping[str, Any], column: str = 
         value = cast("Mapping[str, Any]", value)
         if isinstance(value.get("bytes"), bytes):
             read = partial(_bytes_of, table, position, column)
-            return PackedImage(f"{table.name} row {position} ({column})", read, _digest(value["bytes"]))
+            return PackedImage(f"{table.name} row {position} ({column})", read, table_digest(value["bytes"]))
         value = value.get("path")
     if isinstance(value, str) and value and table.folder is not None:
         return on_disk(table.folder / value)
@@ -142,8 +142,8 @@ def content_digest(source: Path | PackedImage | str) -> str:
     if isinstance(source, PackedImage):
         return source.digest
     if isinstance(source, Path) and is_file(source):
-        return _digest(source.read_bytes())
-    return _digest(str(source).encode())
+        return table_digest(source.read_bytes())
+    return table_digest(str(source).encode())
 
 
 def in_part(digest: str, part: str, held_out_share: float) -> bool:
@@ -153,7 +153,8 @@ def in_part(digest: str, part: str, held_out_share: float) -> bool:
     return part == "all" or held_out == (part == "held_out")
 
 
-def _digest(content: bytes) -> str:
+def table_digest(content: bytes) -> str:
+    """Digest of an image in a table."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from retouch.config import RunConfig, load_run
 from retouch.config.needs import data_sections, needed_pictures
 from retouch.config.published import is_run_file
-from retouch.data.base import DataSection, ItemError, ItemFiles
+from retouch.data.base import DataSection, ItemError, ItemFiles, listed_in
 from retouch.data.checking import in_threads, progress
-from retouch.data.dataset import CheckPrompts, listed_in, repeated_ids
+from retouch.data.dataset import CheckPrompts, repeated_ids
 from retouch.data.discover import data_at
 from retouch.data.item import examine
 from retouch.data.texts import reading_rewards, scored_sections, text_warnings

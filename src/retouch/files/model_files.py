@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from importlib import resources
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -244,7 +243,7 @@ def _index(file: Path) -> dict[str, Any]:
 
 def tiny_path(family: str) -> Path:
     """Folder of the tiny base of a family inside the installed package."""
-    return Path(str(resources.files("retouch") / "tiny" / "bases" / family))
+    return Path(__file__).resolve().parents[1] / "tiny" / "bases" / family
 
 
 def fingerprint(places: Iterable[Path]) -> str | None:

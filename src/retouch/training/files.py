@@ -9,7 +9,8 @@ from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
-from retouch.data.dataset import listed_in
+from retouch.data.base import listed_in
+from retouch.data.remote import pinned
 from retouch.errors import InputError
 from retouch.families.base import TrainIpAdapter, TrainLora
 from retouch.files.hub import is_hub_id, require_hub
@@ -22,7 +23,7 @@ def require_files(run: RunConfig) -> None:
     Raises:
         DataError, ModelFilesError, ConfigError: naming the key.
     """
-    for check in _local_checks(run):
+    for check in _local_checks(run, downloads=True):
         check()
     require_model(run)
     for name, entry in run.rewards.items():
@@ -52,10 +53,10 @@ def require_model(run: RunConfig) -> None:
 
 
 def missing_files(run: RunConfig) -> list[str]:
-    """A line for each local path of a run file that is not on this machine; no hub is asked, and no file is read. A
-    path with a variable of the environment that is not set is left out."""
+    """A line for each local path of a run file that is not on this machine; no hub is asked, nothing is downloaded,
+    and no file is read. A path with a variable of the environment that is not set is left out."""
     lines = list[str]()
-    for check in _local_checks(run):
+    for check in _local_checks(run, downloads=False):
         try:
             check()
         except InputError as error:
@@ -63,10 +64,12 @@ def missing_files(run: RunConfig) -> list[str]:
     return [line for line in lines if "${" not in line]
 
 
-def _local_checks(run: RunConfig) -> Iterator[Callable[[], object]]:
-    """A check of each local path of a run file, which raises if it does not exist."""
+def _local_checks(run: RunConfig, *, downloads: bool) -> Iterator[Callable[[], object]]:
+    """A check of each local path of a run file, which raises if it does not exist; with `downloads` of each list at a
+    commit, too."""
     for name, section in data_sections(run).items():
-        if not Path(section.path).expanduser().exists() and section.hub_id is None:
+        is_local = section.hub_id is None and (downloads or pinned(section.path) is None)
+        if is_local and not Path(section.path).expanduser().exists():
             yield partial(listed_in, section, name)  # reports a missing list in the words of its format
     yield partial(component_path, run.model.path, run.model.family)
     yield from _model_checks(run)

@@ -123,11 +123,12 @@ def manifest_item(given: Any, position: int, root: Path, *, mask_lines: bool = T
     near |= {key: role for role in absent for key in OTHER_KEYS.get(role, ()) if key in entry}
     if meant := next((key for key in near if _names_file(root, entry[key])), None):  # another value is metadata
         raise DataError(f"the key {meant!r} is not read; rename it to {near[meant]!r}")
-    if edited := next((key for key in EDITED_KEYS if key in entry and _names_file(root, entry[key])), None):
+    edited = next((key for key in EDITED_KEYS if key in entry and _names_file(root, entry[key])), None)
+    if edited is not None and not entry.get(used["target_path"]):  # beside a target, the image is the one to edit
         image = used["image_path"]
         raise DataError(
-            f"the key {edited!r} is not read; rename it to 'image_path', and {image!r}, if it is the result of the "
-            "edit, to 'target_path'"
+            f"the key {edited!r} is not read; if {image!r} is the result of the edit, rename {edited!r} to "
+            f"'image_path' and {image!r} to 'target_path', else leave {edited!r} out"
         )
     if entry.get(used["mask_path"]) and not entry.get(used["image_path"]):
         raise DataError("mask_path without image_path; name the image that the mask belongs to, or leave it out")

@@ -25,8 +25,13 @@ from retouch.types import Failure, Outcome, Score
 if TYPE_CHECKING:
     from torch import Tensor
 
+_DIGRAPHS = 0x132, 0x133, *range(0x1C4, 0x1CD), *range(0x1F1, 0x1F4)
 _PLAIN = str.maketrans(
-    {chr(code): normalize("NFKC", chr(code)) for code in (0x3000, *range(0xFB00, 0xFB07), *range(0xFF01, 0xFFF0))}
+    {
+        chr(code): normalize("NFKC", chr(code))
+        for code in (*_DIGRAPHS, 0x3000, *range(0xFB00, 0xFB07), *range(0xFF01, 0xFFF0))
+    }
+    | {"ŉ": "'n"}
     | dict.fromkeys("ʼ‘’‚‛", "'")
     | dict.fromkeys("“”„‟", '"')
 )

@@ -261,9 +261,10 @@ def rows_of(lines: Sequence[FoundLine]) -> list[list[FoundLine]]:
 
 
 def in_reading_order(lines: Sequence[FoundLine]) -> Sequence[FoundLine]:
-    """The lines in the engine's order, in which those of a row follow from left to right, or of scripts that are
-    written from right to left by `rows_of`."""
-    return [line for row in rows_of(lines) for line in row] if _is_from_right(lines) else lines
+    """The lines in the engine's order, in which those of a row follow from left to right; by `rows_of` if any row is
+    written from right to left."""
+    rows = rows_of(lines)
+    return [line for row in rows for line in row] if any(map(_is_from_right, rows)) else lines
 
 
 def _beside(one: FoundLine, other: FoundLine) -> bool:

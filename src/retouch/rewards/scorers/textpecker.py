@@ -27,7 +27,6 @@ from pydantic import Field
 from retouch.config.base import Count, Unit
 from retouch.errors import shown
 from retouch.files import plain_json
-from retouch.imaging.lines import joined
 from retouch.rewards.matching import assignment
 from retouch.rewards.protocol import RewardItem, lines_to_read
 from retouch.rewards.scorers.judge_client import image_part
@@ -79,7 +78,9 @@ class TextPeckerScorer(JudgeScorer[TextPeckerReward]):
         lines = lines_to_read(item)  # all, because the transcript is of all text in the image
         if isinstance(lines, Failure):
             return lines
-        asked, answer, o = joined(line.text for line in lines), self._transcript(item), self.options
+        # a space in every script, as in `read_transcript`: without one, lines of kana or Thai are one unit
+        asked = " ".join(line.text for line in lines)
+        answer, o = self._transcript(item), self.options
         parts = {"quality": quality(answer, asked, o.amplification), "semantic": semantic(answer, asked)}
         value = (1 - o.semantic_weight) * parts["quality"] + o.semantic_weight * parts["semantic"]
         return Score(value, {"text": answer, "marks": marks(answer, asked), **parts})
