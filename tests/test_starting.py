@@ -388,6 +388,15 @@ def test_a_list_without_a_usable_item_says_why(photos: Path, tmp_path: Path) -> 
     assert "images.tar; expected a mapping_file.json" in retouch("init", tmp_path / "images.tar", *out).err
 
 
+def test_broken_entries_of_a_list_are_listed(photos: Path, tmp_path: Path) -> None:
+    """They were counted nowhere: a list with one good entry of seven was "1 example"."""
+    good = {"prompt": "a sign", "image": str(photos / "images/p00.png"), "mask": str(photos / "masks/p00.png")}
+    entries = [good, {**good, "prompt": ""}, good]
+    (tmp_path / "list.json").write_text(json.dumps(entries), encoding="utf-8")
+    outcome = retouch("init", tmp_path / "list.json", "--out", tmp_path / "run.yaml", "--model", "tiny")
+    assert "2 examples" in outcome.out and "left out: entry 1: prompt missing or empty" in outcome.out
+
+
 def test_a_picture_whose_name_ends_like_a_role_is_listed(photos: Path, tmp_path: Path) -> None:
     image = photos / "images/p00.png"
     for name in ("cat", "man_in_mask", "old_style-reference"):

@@ -90,6 +90,17 @@ def test_what_a_person_decides_by() -> None:
     )
 
 
+@pytest.mark.parametrize("path", ["", "held_out"])
+def test_a_folder_without_a_list_is_named(path: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an empty variable, which is the working directory: training refused both after a check without a word."""
+    monkeypatch.chdir(data)
+    monkeypatch.setenv("LIST", path)
+    overrides = ("data={format: manifest, path: '${LIST}', resolution: [32, 64]}", "evaluation.data=null")
+    outcome = retouch("check", TINY, *overrides)
+    warning = f"warning: data.path: {path or '.'} is a folder without metadata.jsonl or metadata.csv; give the manifest"
+    assert outcome.code == 0 and warning in outcome.err
+
+
 def test_json_holds_the_run_and_its_numbers(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(BASE), encoding="utf-8")

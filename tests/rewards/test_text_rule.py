@@ -182,6 +182,8 @@ def test_the_language_for_a_script() -> None:
     assert remedy_for(["한"]) == "set language=korean"
     assert remedy_for(["Ж", "α"], "rewards.ocr.") == "set rewards.ocr.language=cyrillic or el"
     assert remedy_for(["ქ"]).startswith("set engine=paddleocr")
+    assert remedy_for(["م"]) == "set language=arabic (pip install 'rapidocr[rtl]')"
+    assert remedy_for(["🏽", "Ж", "ש"]) == "set language=cyrillic; use other texts for ש"
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ class Found:
         path: `data.path`; None if a manifest has to be written.
         entries: of that manifest, with absolute paths.
         left_out: unused files, each with the reason: images without a mask or a caption, masks and the like without
-            an image, and second files of one example and role.
+            an image, and second files of one example and role; of a list, the entries that name no example.
     """
 
     layout: str
@@ -137,8 +137,10 @@ def _manifest_in(path: Path, size: tuple[int, int]) -> ManifestData | None:
 
 
 def _as_listed(section: DataSection) -> Found:
-    items = [item for item in section.items() if isinstance(item, ItemFiles)]
-    return Found(section.format, items, section.format, Path(section.path))
+    listed = section.items()
+    items = [item for item in listed if isinstance(item, ItemFiles)]
+    left_out = [str(item) for item in listed if isinstance(item, ItemError)]
+    return Found(section.format, items, section.format, Path(section.path), left_out=left_out)
 
 
 def _is_manifest(file: Path) -> bool:

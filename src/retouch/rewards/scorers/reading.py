@@ -349,11 +349,15 @@ def remedy_for(characters: Sequence[str], key: str = "") -> str:
     Args:
         key: of the reward, with a point behind it.
     """
-    scripts = [unicodedata.name(character, "").partition(" ")[0] for character in characters]
-    languages = list(dict.fromkeys(_LANGUAGES[script] for script in scripts if script in _LANGUAGES))
+    scripts = {character: unicodedata.name(character, "").partition(" ")[0] for character in characters}
+    languages = list(dict.fromkeys(_LANGUAGES[script] for script in scripts.values() if script in _LANGUAGES))
     if not languages:
         return f"set {key}engine=paddleocr and a language that has them, or use another text"
-    return f"set {key}language={' or '.join(languages)}"
+    # rapidocr puts lines of Arabic in order with a package of its extra rtl
+    needs = " (pip install 'rapidocr[rtl]')" if "arabic" in languages else ""
+    unread = [one for one, script in scripts.items() if script not in _LANGUAGES and one.isalpha()]
+    others = f"; use other texts for {some_of(unread)}" if unread else ""
+    return f"set {key}language={' or '.join(languages)}{needs}{others}"
 
 
 def unusable_mask(item: RewardItem) -> Failure | None:
