@@ -292,6 +292,10 @@ class DataSection(Section):
         """The data set on the Hugging Face hub that `path` names; None: a local path."""
         return None
 
+    def has_list(self) -> bool:
+        """Whether what `path` names is on this machine; nothing is read."""
+        return Path(self.path).expanduser().exists()
+
     @property
     def stages(self) -> int:
         """Stages of the curriculum; 1: there is no curriculum."""

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from retouch.config import ConfigError, RunConfig
 from retouch.config.needs import data_sections
-from retouch.data.base import DataSection, listed_in
-from retouch.data.formats.manifest import ManifestData
+from retouch.data.base import listed_in
 from retouch.data.remote import pinned
 from retouch.errors import InputError
 from retouch.families.base import TrainIpAdapter, TrainLora
@@ -70,15 +69,10 @@ def _local_checks(run: RunConfig, *, downloads: bool) -> Iterator[Callable[[], o
     commit, too."""
     for name, section in data_sections(run).items():
         is_local = section.hub_id is None and (downloads or pinned(section.path) is None)
-        if is_local and (not Path(section.path).expanduser().exists() or _is_without_list(section)):
+        if is_local and not section.has_list():
             yield partial(listed_in, section, name)  # reports a missing list in the words of its format
     yield partial(component_path, run.model.path, run.model.family)
     yield from _model_checks(run)
-
-
-def _is_without_list(section: DataSection) -> bool:
-    """Whether the path is a folder without a manifest; "", of an empty variable, is the working directory."""
-    return isinstance(section, ManifestData) and section.listing() is None
 
 
 def _model_checks(run: RunConfig) -> Iterator[Callable[[], object]]:

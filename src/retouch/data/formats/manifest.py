@@ -74,6 +74,10 @@ class ManifestData(ImageSection):
         file = _manifest_file(path)
         return file is not None and suffix_of(file) in SUFFIXES
 
+    def has_list(self) -> bool:
+        """And in a folder a list: "", of an empty variable, is the working directory."""
+        return super().has_list() and self.listing() is not None
+
     def listing(self) -> Path | None:
         return _manifest_file(local_path(self.path))
 
