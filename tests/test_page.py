@@ -23,6 +23,7 @@ from PIL import Image
 
 from retouch.config import ConfigError, RunConfig, load_run
 from retouch.types import Diverged
+from retouch.use.loaded import Loaded
 from retouch.use.page import LOOK, Asked, Studio, _mask, _request, page
 from retouch.use.trained import Trained
 from tests.browser import Browser
@@ -431,3 +432,12 @@ def test_the_page_in_a_browser(
     finally:
         shown.close()
         blocks.close()
+
+
+def test_of_a_lora_that_began_as_no_change_b_alone_is_scaled() -> None:
+    """Its change is B A: half of both would be a quarter."""
+    a, b = torch.ones(2, 3, dtype=torch.float32), torch.full((3, 2), 4.0, dtype=torch.float32)
+    names = ("x.lora_A.weight", "x.lora_B.weight")
+    loaded = SimpleNamespace(_base=dict(zip(names, (a, torch.zeros_like(b)), strict=True)))
+    scaled = Loaded._scaled(loaded, dict(zip(names, (2 * a, b), strict=True)), 0.5)  # type: ignore[arg-type]
+    assert torch.equal(scaled[names[0]], 2 * a) and torch.equal(scaled[names[1]], b / 2)
