@@ -34,14 +34,13 @@ import torch
 from diffusers import UNet2DConditionModel
 from inputs import inputs
 from scouts import patched
-from teachers import keeping_weights
+from teachers import distil, keeping_weights
 from torch import Tensor
 
 from algorithms import Row, config_file, make_data, write
 from retouch.algorithms.reward_gradient import recipe
 from retouch.algorithms.train import train
 from retouch.config import derive, load_run
-from retouch.core.reduce import row_mean, weighted_mean
 from retouch.data.dataset import load_dataset
 from retouch.families.loading import load_model
 from retouch.files.model_files import tiny_path
@@ -232,7 +231,10 @@ def distilling(scale: float) -> Iterator[None]:
     def no_gradient(run: Any, algorithm: Any, scorers: Any, states: Tensor, steps: Tensor, *_: Any) -> Any:
         return torch.zeros(len(steps), *states.shape[1:]), torch.zeros(len(steps))
 
-    with patched(recipe, "sample_gradient", no_gradient), patched(recipe, "train_step", partial(distil, scale)):
+    with (
+        patched(recipe, "sample_gradient", no_gradient),
+        patched(recipe, "train_step", partial(distil, partial(reference_prediction, scale))),
+    ):
         yield
 
 
@@ -242,19 +244,11 @@ def guided_data(run_encoded: Any, scale: float) -> Any:
     return run_encoded.guided(scale)
 
 
-def distil(scale: float, session: Any, _: Any, rows: Any, step: Any) -> None:
-    """One optimizer step towards the guided predictions of the base."""
-    run = session.run
-    with step:
-        forwards = session.size.chunks(step.rows)
-        with torch.no_grad(), run.policy.use("reference"):
-            targets = [guided_prediction(run, rows, chosen, scale) for chosen in forwards]
-        for chosen, target in step.forwards(list(zip(forwards, targets, strict=True))):
-            weight = rows.counts_in_loss[chosen]
-            prediction = recipe.predict(run, rows, chosen, recipe.rows_condition(run, rows, chosen))
-            error = row_mean((prediction - target) ** 2)
-            values = {"kl": weighted_mean(error.detach(), weight)}
-            step.backward(weighted_mean(error, weight, step.normalizer), values, weight.sum())
+@torch.no_grad()
+def reference_prediction(scale: float, run: Any, rows: Any, chosen: Tensor) -> Tensor:
+    """[B, C, h, w]: `guided_prediction` of the base."""
+    with run.policy.use("reference"):
+        return guided_prediction(run, rows, chosen, scale)
 
 
 def guided_prediction(run: Any, rows: Any, chosen: Tensor, scale: float) -> Tensor:

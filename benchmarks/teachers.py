@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -213,16 +213,19 @@ def distilling(family: str, seed: int, work: Path) -> Iterator[None]:
     def no_gradient(run: Any, algorithm: Any, scorers: Any, states: Tensor, steps: Tensor, *_: Any) -> Any:
         return torch.zeros(len(steps), *states.shape[1:]), torch.zeros(len(steps))
 
-    with patched(recipe, "sample_gradient", no_gradient), patched(recipe, "train_step", partial(distil, teachers)):
+    with (
+        patched(recipe, "sample_gradient", no_gradient),
+        patched(recipe, "train_step", partial(distil, partial(prediction_of_teachers, teachers))),
+    ):
         yield
 
 
-def distil(teachers: Weights, session: Any, _: Any, rows: Any, step: Any) -> None:
-    """One optimizer step towards the predictions of the teachers."""
+def distil(target_of: Callable[[Any, Any, Tensor], Tensor], session: Any, _: Any, rows: Any, step: Any) -> None:
+    """One optimizer step towards the targets [B, C, h, w] that `target_of` makes of a run, rows and which of them."""
     run = session.run
     with step:
         forwards = session.size.chunks(step.rows)
-        targets = [prediction_of_teachers(teachers, run, rows, chosen) for chosen in forwards]
+        targets = [target_of(run, rows, chosen) for chosen in forwards]
         for chosen, target in step.forwards(list(zip(forwards, targets, strict=True))):
             weight = rows.counts_in_loss[chosen]
             prediction = recipe.predict(run, rows, chosen, recipe.rows_condition(run, rows, chosen))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_the_target_is_of_the_base_under_guidance_and_the_prediction_of_the_stud
     )
     rows = SimpleNamespace(counts_in_loss=torch.ones(4), position=torch.arange(4))
     session = SimpleNamespace(run=run, size=SimpleNamespace(chunks=lambda rows: rows.split(2)))
-    guidance.distil(3, session, None, rows, Step())
+    guidance.distil(partial(guidance.reference_prediction, 3), session, None, rows, Step())
     assert sum(loss) == pytest.approx(9)  # (2 - 5)²
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from retouch.algorithms.grpo.config import GrpoConfig
 from retouch.config import RunConfig
 from retouch.config.check import warnings_of
 from retouch.config.needs import needed_pictures
@@ -604,3 +606,9 @@ def test_a_clip_range_that_never_clips_is_a_warning(name: str, run_with: RunWith
     )
     assert len(warned(0.01)) == 1 and warned(0.009) == warned(1e-4) == []
     assert warned(0.2, ", log_prob_mode: cps", "rollout.step_rule=cps") == []  # its log-probabilities have no std
+
+
+def test_a_section_alone_rejects_what_nothing_reads_beside_its_other_options() -> None:
+    """Without a run, whose check finds it as well: as a program makes the section."""
+    with pytest.raises(ValidationError, match=r"kl_mode: given 'flow_grpo', but algorithm\.kl_weight is 0"):
+        GrpoConfig.model_validate({"name": "grpo", "kl_mode": "flow_grpo"})
