@@ -12,6 +12,7 @@ import pytest
 
 from retouch.config import ConfigError
 from retouch.rewards.client.endpoints import (
+    remove_endpoints,
     resolve_urls,
     write_endpoints,
 )
@@ -43,6 +44,18 @@ def test_commands_share_an_endpoints_file(tmp_path: Path) -> None:
     assert resolve_urls(str(file), "vlm") == [listening]
     with pytest.raises(ConfigError, match="has ocr, but vlm"):
         resolve_urls(str(file), "ocr")
+
+
+def test_a_command_that_ends_removes_its_own_servers(tmp_path: Path) -> None:
+    """Of one address, whichever process wrote it last; without any of its own the file is left as it is."""
+    file = tmp_path / "endpoints.json"
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    write_endpoints(file, [{"url": url, "rewards": ["ocr"], "pid": pid} for url, pid in zip(urls, (7, 8), strict=True)])
+    before = file.stat().st_ino
+    remove_endpoints(file, 9)
+    assert resolve_urls(str(file), "ocr") == urls and file.stat().st_ino == before
+    remove_endpoints(file, 7)
+    assert resolve_urls(str(file), "ocr") == urls[1:]
 
 
 def test_commands_that_start_at_once_lose_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,12 +176,21 @@ def test_json_as_one_would_write_it_for_curl(server: Served, sign: Mapping[str, 
     assert set(response.json()["scorers"]) == {"ocr", "preservation"}
 
 
-@pytest.mark.full
-def test_sigterm_ends_it(tmp_path: Path) -> None:
-    with served(tmp_path, "preservation") as one:
+PREFERRED = ("uvloop", "httptools", "websockets", "wsproto")
+"""Packages that uvicorn takes by itself where they are installed, as they are beside vLLM."""
+
+
+def test_it_serves_beside_packages_that_uvicorn_prefers_until_sigterm(tmp_path: Path) -> None:
+    """With uvloop it never became ready, because the worker could not be started. Ended, it is in the file no more."""
+    for name in PREFERRED:
+        (tmp_path / f"{name}.py").write_text("def __getattr__(name):\n    raise RuntimeError(f'{__name__}.{name}')\n")
+    with served(tmp_path, "preservation", PYTHONPATH=os.pathsep.join([str(tmp_path), PYTHONPATH])) as one:
+        url = one.url
         one.process.send_signal(signal.SIGTERM)
         assert one.process.wait(30) in (0, -signal.SIGTERM)
-        assert not answers(one.url)
+        assert not answers(url)
+        with pytest.raises(ConfigError, match=r"no server in .*endpoints.json has preservation; start one"):
+            resolve_urls(str(one.endpoints), "preservation")
 
 
 @pytest.mark.full
@@ -197,10 +206,11 @@ def test_it_outlasts_its_reader_and_a_notice_of_the_scheduler(tmp_path: Path) ->
         time.sleep(1)
         assert one.get("/info").json() == before
         os.kill(before["pid"], signal.SIGKILL)  # the supervisor logs it, and starts another
-        until(lambda: ready(one.url), START_S)
+        url = one.url
+        until(lambda: ready(url), START_S)
         one.process.send_signal(signal.SIGUSR1)
         assert one.process.wait(60) == 0
-        assert not answers(one.url)
+        assert not answers(url)
 
 
 def test_an_open_address_needs_the_token_and_checks_it(tmp_path: Path) -> None:

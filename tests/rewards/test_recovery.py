@@ -127,6 +127,24 @@ def test_a_worker_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Monk
     with_worker("spoilt", trial)
 
 
+def test_a_worker_that_never_can_be_started_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was tried for ever, and whoever waited for the server was not told why."""
+    tries: list[Any] = []
+
+    async def unable(*_: Any, **options: Any) -> Any:
+        tries.append(options)
+        raise TypeError("unexpected kwargs: process_group")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", unable)
+
+    async def trial(worker: worker_module.ProcessWorker) -> None:
+        await came_true(lambda: worker.problem is not None)
+        assert worker.problem == "the worker cannot be started: TypeError: unexpected kwargs: process_group"
+
+    with_worker("spoilt", trial)
+    assert len(tries) == 1
+
+
 @pytest.mark.parametrize("how", default(["dies", "raises"], "dies".__eq__))
 @pytest.mark.usefixtures("_soon")
 def test_a_server_that_was_ready_is_not_given_up(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

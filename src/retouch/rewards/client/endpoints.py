@@ -35,10 +35,27 @@ def write_endpoints(path: Path, endpoints: Sequence[Mapping[str, Any]]) -> None:
     ours = {entry["url"] for entry in endpoints}
     with locked(path):
         others = [one for one in read_endpoints(path) if one["url"] not in ours and _listens(one["url"])]
-        with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as stream:  # follows no link
-            json.dump({"endpoints": [*others, *endpoints]}, stream, indent=2)
-        Path(stream.name).chmod(0o644)
-        Path(stream.name).replace(path)
+        _replace(path, [*others, *endpoints])
+
+
+def remove_endpoints(path: Path, pid: int) -> None:
+    """Remove the servers of a process that ends: a run that starts now would wait for them.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: the file is not an endpoints file.
+    """
+    with locked(path):
+        entries = read_endpoints(path)
+        if len(left := [one for one in entries if one.get("pid") != pid]) < len(entries):
+            _replace(path, left)
+
+
+def _replace(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as stream:  # follows no link
+        json.dump({"endpoints": entries}, stream, indent=2)
+    Path(stream.name).chmod(0o644)
+    Path(stream.name).replace(path)
 
 
 def read_endpoints(path: Path) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ def run_app(app: FastAPI, listener: socket.socket, limits: Limits, token: str | 
     limits = replace(limits, connections=min(limits.connections, handles // 2))
     config = uvicorn.Config(
         app,
+        loop="asyncio",  # uvloop, which uvicorn prefers where it is installed, cannot start a process in a group
         http=protocol_of(limits, token),
         ws="none",  # an upgrade would replace the protocol, which counts connections
         log_config=None,  # its lines go the way of all others, which bounds them

@@ -25,7 +25,7 @@ from retouch.files.disk import append_to
 from retouch.process.signals import ignore_notices
 from retouch.rewards.addresses import LOOPBACK, TOKEN_VARIABLE, reward_token
 from retouch.rewards.base import PARTS_OF_GROUPS
-from retouch.rewards.client.endpoints import read_endpoints, write_endpoints
+from retouch.rewards.client.endpoints import read_endpoints, remove_endpoints, write_endpoints
 from retouch.rewards.devices import CPU, require, serve_argument
 from retouch.rewards.scorers import make_scorer
 from retouch.rewards.scorers.judge_budget import SPENDING_VARIABLE, sharing_among_workers
@@ -129,7 +129,12 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
             )
         if options.endpoints is not None:
             logger.info("endpoints file: %s", options.endpoints)
-        supervisor.run()
+        try:
+            supervisor.run()
+        finally:
+            if options.endpoints is not None and options.with_parent is None:
+                with suppress(OSError, ValueError):  # the folder is gone, or another program's file has its place
+                    remove_endpoints(options.endpoints, os.getpid())
 
 
 def _given(devices: Sequence[str]) -> str:

@@ -215,8 +215,11 @@ class ProcessWorker:
             await asyncio.wait({listening}, timeout=_LAST_WORDS_S)
             if listening.done() and (error := listening.exception()) is not None:
                 logger.error("the worker's messages cannot be read (%s: %s)", type(error).__name__, error)
-        except Exception as error:  # no memory, handle, thread or process available at the moment
+        except (OSError, MemoryError, RuntimeError) as error:  # no handle, thread or process available at the moment
             logger.error("the worker cannot be started: %s", error)
+        except Exception as error:  # nothing that passes
+            self.problem = f"the worker cannot be started: {type(error).__name__}: {error}"
+            logger.exception("%s", self.problem)
         finally:
             self.ready = False
             for task in tasks:
