@@ -3,14 +3,16 @@
 Every cell runs in a process that is killed at the cell's limit. What a cell found, or the traceback of what stopped it,
 is in the file before the next one starts, and nothing is started that the budget has no time for.
 
-1. Every family x {SFT, GRPO, NFT} at toy sizes, one step, in its default precision (bf16 weights under autocast) and in
-   bf16 throughout. Several side by side: they are not timed.
+1. Every family x {SFT, GRPO, NFT, PPO, DPO, reward gradients} at toy sizes, one step, in its default precision (bf16
+   weights under autocast), the first three in bf16 throughout, too, and `tests/cuda`. Several side by side: they are
+   not timed.
 2. GRPO with LoRA at the released sizes, random weights, 512 x 512 pixels (`benchmarks/gpu.py`): FLUX.1-Fill and
    Qwen-Image as they are and compiled; Qwen-Image without its text mask, and with more images a forward; masked images
-   with FLUX.2-klein-4B, against the 24 GB of a smaller card.
-3. The kernels that take the longest in a step of FLUX.1-Fill, plain and compiled, and `tests/cuda` in the time left.
+   with FLUX.2-klein-4B, against the 24 GB of a smaller card; the kernels that take the longest in a step of
+   FLUX.1-Fill, plain and compiled.
 
-A cell that would not fit the GPU is skipped by its count, or by the peak that one H200 measured.
+A cell that would not fit the GPU is skipped by its count, or by the peak that one H200 measured. Another call with the
+same file runs the cells that it has no result of.
 
     python benchmarks/gpu_first_run.py --out benchmarks/results/gpu_first_run.json
     python benchmarks/gpu_first_run.py --dry-run      # every cell at toy sizes on the CPU
@@ -50,19 +52,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from first_run_cells import LAST, RELEASED, TINY, Task
+from first_run_cells import RELEASED, TESTS, TINY, Task
 
 MINUTES = 9.0
 """For everything, processes started and ended included."""
 
-TINY_SECONDS = 110.0
-"""For all cells at toy sizes together."""
+TINY_SECONDS = 160.0
+"""For all cells at toy sizes together, and the tests."""
 
 START_SECONDS = 100.0
 """For the imports of a process, from a disk that has not been read before."""
 
-LANES = 6
-"""Cells at toy sizes side by side."""
+LANES = 7
+"""Cells at toy sizes side by side, and the tests."""
 
 LOG_LINES = 40
 """Of the end of a killed process's output."""
@@ -165,6 +167,18 @@ class Report:
     cells: dict[str, Result] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.Lock)
 
+    def read(self) -> None:
+        """The results of an earlier call."""
+        if self.file is not None and self.file.is_file():
+            earlier = json.loads(self.file.read_text(encoding="utf-8"))
+            self.cells = {row.pop("cell"): row for row in earlier["cells"]}
+            self.about["machine"] = earlier.get("machine")
+
+    def lacks(self, task: Task, beginnings: Sequence[str]) -> bool:
+        """Whether a cell whose name begins so has no result yet."""
+        found = self.cells.get(task.name, {"skipped": ""})
+        return task.name.startswith(tuple(beginnings)) and ("failed" in found or "skipped" in found)
+
     def add(self, task: Task, found: Result) -> None:
         with self.lock:
             machine = found.pop("machine", None)
@@ -202,12 +216,10 @@ def main(arguments: Sequence[str] | None = None) -> Result:
     if not given.dry_run and subprocess.run([sys.executable, "-c", SEES_A_GPU]).returncode:
         parser.error("there is no GPU here; --dry-run takes toy sizes and the CPU")
     until = started + 60 * given.minutes
-    about = {"dry_run": given.dry_run, "budget_s": 60 * given.minutes, "started": started}
-    report = Report(given.out, about)
-    toys, others = (
-        [replace(t, seconds=t.seconds * given.patience) for t in tasks if t.name.startswith(tuple(given.only))]
-        for tasks in (TINY, (*RELEASED, *LAST))
-    )
+    report = Report(given.out, {"dry_run": given.dry_run, "budget_s": 60 * given.minutes, "started": started})
+    report.read()
+    wanted = [[t for t in tasks if report.lacks(t, given.only)] for tasks in ((TESTS, *TINY), RELEASED)]
+    toys, others = ([replace(t, seconds=t.seconds * given.patience) for t in tasks] for tasks in wanted)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         options = ["--work", work, *(["--dry-run"] if given.dry_run else [])]
         start = partial(Worker, options, START_SECONDS * given.patience)
@@ -219,10 +231,10 @@ def main(arguments: Sequence[str] | None = None) -> Result:
 
 
 def run_toys(tasks: Sequence[Task], report: Report, start: Start, until: float, lanes: int) -> None:
-    """Cells at toy sizes: those of a family one after another, families side by side."""
+    """Cells that are not timed: those of a family one after another, families side by side."""
     families: dict[str, list[Task]] = {}
     for task in tasks:
-        families.setdefault(task.options["family"], []).append(task)
+        families.setdefault(task.options.get("family", task.name), []).append(task)
     with ThreadPoolExecutor(lanes) as pool:
         for done in [pool.submit(run_family, f, report, start, until) for f in families.values()]:
             done.result()

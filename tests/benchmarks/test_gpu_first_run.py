@@ -31,7 +31,7 @@ from retouch.doctor.memory import report_memory  # noqa: E402
 from retouch.families import FAMILIES  # noqa: E402
 from tests import forked  # noqa: E402
 
-TASKS = (*cells.TINY, *cells.RELEASED, *cells.LAST)
+TASKS = (cells.TESTS, *cells.TINY, *cells.RELEASED)
 
 STUB = """
 import json, os, pathlib, sys, time
@@ -121,6 +121,19 @@ def test_without_a_gpu_only_a_dry_run_is_taken(
     assert "--dry-run takes toy sizes and the CPU" in capsys.readouterr().err
 
 
+def test_another_call_runs_what_has_no_result(tmp_path: Path, stub: Any) -> None:
+    """What failed and what there was no time for, and nothing else; the results of before stay."""
+    failed, skipped = "tiny-sd3-sft-default", "flux2_klein-plain"
+    stub(raises=[failed])
+    call = ["--dry-run", "--out", str(tmp_path / "first.json"), "--only", "tiny-sd3", skipped]
+    first = found_in(gpu_first_run.main([*call, "--minutes", "0.3"]))
+    assert first[failed]["failed"] and first[skipped]["skipped"] == "less than 25 s left"
+    stub(raises=[name for name in first if name not in (failed, skipped)])
+    second = found_in(gpu_first_run.main(call))
+    assert second.keys() == first.keys() and second[failed]["did"] and second[skipped]["did"]
+    assert all(second[name] == row for name, row in first.items() if name not in (failed, skipped))
+
+
 def test_toy_sizes_have_a_time_of_their_own(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_first_run, "TINY_SECONDS", 2.0)
     stub(hangs=["tiny-sd3-sft-default"])
@@ -181,7 +194,7 @@ def test_a_process_ends_with_the_script_that_started_it() -> None:
 def test_the_cells_are_those_of_the_registry_and_have_names_of_their_own() -> None:
     assert tuple(FAMILIES) == cells.FAMILIES
     assert len({task.name for task in TASKS}) == len(TASKS)
-    assert len(cells.TINY) == len(FAMILIES) * len(cells.ALGORITHMS) * len(cells.PRECISIONS)
+    assert len(cells.TINY) == len(FAMILIES) * (len(cells.ALGORITHMS) + len(cells.BOTH_PRECISIONS))
     assert gpu_first_run.MINUTES <= 9
 
 
@@ -239,7 +252,7 @@ def test_a_dry_run_by_the_processes_themselves(tmp_path: Path) -> None:
     result = gpu_first_run.main(
         ["--dry-run", "--minutes", "30", "--patience", "10", "--only", *wanted, "--out", str(out)]
     )
-    assert [row["cell"] for row in result["cells"]] == [t.name for t in TASKS if t.name.startswith(tuple(wanted))]
+    assert found_in(result).keys() == {task.name for task in TASKS if task.name.startswith(tuple(wanted))}
     assert not [row for row in result["cells"] if "failed" in row or "skipped" in row]
 
 
