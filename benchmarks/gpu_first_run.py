@@ -266,5 +266,18 @@ def run_in_turn(tasks: Sequence[Task], report: Report, start: Start, until: floa
             worker.close()
 
 
+def table(result: Result) -> str:
+    """Markdown of the cells at the released sizes that were measured."""
+    lines = ["| cell | images/s | first step, s | step, s | rollout, s | forward and backward, s | GiB at most |"]
+    lines.append("|---" * 7 + "|")
+    for row in result["cells"]:
+        if "step_s" in row:
+            parts = row["parts_s"]
+            trained = parts["train_forward"] + parts["train_backward"]
+            values = (row["images_per_s"], row["first_step_s"], row["step_s"], parts["rollout"], trained)
+            lines.append(f"| {row['cell']} | {' | '.join(f'{v:.2f}' for v in values)} | {row['peak_memory_gib']:.1f} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     main()

@@ -58,6 +58,7 @@ OTHERS: Mapping[str, Callable[[], str]] = {
     "taste_choice": lambda: str(program("taste").choice_table(result("taste"))),
     "reward_servers": lambda: str(program("rewards").table(result("rewards"))),
     "reward_balance": lambda: str(program("rewards").balance_table(result("rewards"))),
+    "gpu_first_run": lambda: str(program("gpu_first_run").table(result("gpu_first_run"))),
     "broken_servers": lambda: str(program("broken_servers").table(result("broken_servers"))),
 }
 

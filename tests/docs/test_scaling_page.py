@@ -172,6 +172,31 @@ def test_what_was_measured_is_what_the_files_say() -> None:
     assert f"one of 16 images, 8 for each, {weak} (" in " ".join(PAGE.split())
 
 
+def test_what_compilation_costs_and_saves_on_a_gpu() -> None:
+    measured = json.loads((REPOSITORY / "benchmarks/results/gpu_first_run.json").read_text(encoding="utf-8"))
+    cells = {row["cell"]: row for row in measured["cells"]}
+    toys = [row for name, row in cells.items() if name.startswith("tiny-")]
+    assert measured["machine"]["gpu"] == "NVIDIA H200" and not any("failed" in row for row in toys)
+    passed = int(cells["tests_cuda"]["summary"].strip("= ").split()[0])
+    assert f"one H200 all {len(toys)} steps and all {passed} tests passed" in " ".join(PAGE.split())
+    shares = [100 * cells[f"qwen_image-{name}"]["mfu"] for name in ("no_mask", "plain")]
+    assert f"launched ({shares[0]:.0f} to {shares[1]:.0f} % of the peak)" in " ".join(PAGE.split())
+    plain, compiled = cells["flux_fill-plain"], cells["flux_fill-compiled"]
+    trained, rollout = (
+        [sum(row["parts_s"][part] for part in parts) for row in (plain, compiled)]
+        for parts in (("train_forward", "train_backward"), ("rollout",))
+    )
+    more = compiled["first_step_s"] - plain["first_step_s"]
+    steps = more / (trained[0] + rollout[0] - trained[1] - rollout[1])
+    speed = (REPOSITORY / "docs/speed.md").read_text(encoding="utf-8")
+    for said in (
+        f"samples in {rollout[1]:.2f} s instead of {rollout[0]:.2f} s",
+        f"take {trained[1]:.2f} s instead of {trained[0]:.2f} s",
+        f"{more:.0f} s more at the first step, which about {round(steps, -1):.0f} steps win back",
+    ):
+        assert said in speed, said
+
+
 def test_the_table_of_a_gpu_is_that_of_the_file() -> None:
     measured = json.loads((REPOSITORY / "benchmarks/results/gpu.json").read_text(encoding="utf-8"))
     text = " ".join(PAGE.split())
