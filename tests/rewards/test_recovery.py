@@ -33,7 +33,7 @@ from retouch.rewards.server.output import Allowance, FewRepeats, pass_on
 from retouch.rewards.server.process import score_rewards
 from retouch.rewards.server.supervisor import Instance, Supervisor, backoff_s
 from retouch.types import Failure, Outcome
-from tests.rewards.fakes import freeze, item, items, until, values
+from tests.rewards.fakes import HANG_S, freeze, item, items, until, values
 from tests.rewards.test_launch import alive
 from tests.rewards.test_supervision import came_true, working
 from tests.selection import default
@@ -72,9 +72,11 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the worker ---
 
 
-def test_a_helper_that_a_scorer_forked_keeps_no_worker_from_its_restart() -> None:
-    """It holds the socket, whose end never comes; and it ends with the worker. SIGTERM, which a scheduler sends to all
-    processes of a job, ends the helper alone: the server decides when its worker ends."""
+def test_a_helper_that_a_scorer_forked_keeps_no_worker_from_its_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the socket, whose end never comes; and it ends with the worker, long before pulses without an answer
+    would end both. SIGTERM, which a scheduler sends to all processes of a job, ends the helper alone: the server decides
+    when its worker ends."""
+    monkeypatch.setattr(worker_module, "_SILENT_PULSES", 1000)
 
     async def trial(worker: worker_module.ProcessWorker) -> None:
         await working(worker)
@@ -91,7 +93,7 @@ def test_a_helper_that_a_scorer_forked_keeps_no_worker_from_its_restart() -> Non
         helper = int(score.detail["pid"])
         assert alive(helper)
         os.kill(before, signal.SIGKILL)
-        await came_true(lambda: worker.ready and worker.pid != before)
+        await came_true(lambda: worker.ready and worker.pid != before, 2 * HANG_S)
         await came_true(lambda: not alive(helper))
         (score,) = await scores(worker, item(0))
         await worker.stop()
