@@ -76,7 +76,7 @@ def asking(
     if options or device != "cpu":
         given = "--options" if options else "--device"
         raise ConfigError(f"{given}: given beside --url, but the server has its own; start it with them, or drop --url")
-    urls = resolve_urls(url, reward)
+    urls = resolve_urls(url, reward, "--url")
     with RewardClient(urls, [reward], token=reward_token()) as client:
         if problems := client.wait_ready(wait_s, every_server=False) if wait_s else _unusable(urls):
             raise ConfigError(

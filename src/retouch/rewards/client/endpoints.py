@@ -76,16 +76,20 @@ def read_endpoints(path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path} is not an endpoints file of `retouch reward serve`") from None
 
 
-def resolve_urls(url: str | Sequence[str], reward: str) -> list[str]:
+def resolve_urls(url: str | Sequence[str], reward: str, key: str | None = None) -> list[str]:
     """Addresses of a reward entry: as given, or those of an endpoints file that serve the reward.
+
+    Args:
+        key: where `url` was given, which begins a message; None: in the run file.
 
     Raises:
         ConfigError: neither an address nor a readable endpoints file, or no endpoint with the reward.
     """
+    key = key or f"rewards.{reward}.url"
     if not isinstance(url, str):
         if not url:
-            raise ConfigError(f"rewards.{reward}.url: an empty list; give http://host:port, or leave url out")
-        return [address for one in url for address in resolve_urls(one, reward)]
+            raise ConfigError(f"{key}: an empty list; give http://host:port, or leave url out")
+        return [address for one in url for address in resolve_urls(one, reward, key)]
     try:
         if "://" in url:
             return [base_url(url)]
@@ -94,18 +98,18 @@ def resolve_urls(url: str | Sequence[str], reward: str) -> list[str]:
         found = [base_url(one["url"]) for one in served if reward in one["rewards"]]
     except OSError as error:
         raise ConfigError(
-            f"rewards.{reward}.url: given {url!r}: {(error.strerror or str(error)).lower()}; give http://host:port, "
-            "the endpoints file that `retouch reward serve` wrote, or auto"
+            f"{key}: given {url!r}: {(error.strerror or str(error)).lower()}; give http://host:port, the endpoints file "
+            f"that `retouch reward serve` wrote{', or auto' * key.startswith('rewards.')}"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"rewards.{reward}.url: {error}") from None
+        raise ConfigError(f"{key}: {error}") from None
     if not found:
         others = ", ".join(sorted({name for one in served for name in one["rewards"]}))
         but = f", but {others}" if others else ""
         raise ConfigError(
-            f"rewards.{reward}.url: no server in {url} has {reward}{but}; start one with `retouch reward serve "
-            f'{reward}` (a name of your own needs --options \'{{"{reward}": {{"scorer": ...}}}}\'), or call the entry '
-            "of the run as the server calls it"
+            f"{key}: no server in {url} has {reward}{but}; start one with `retouch reward serve {reward}` (a name of "
+            f'your own needs --options \'{{"{reward}": {{"scorer": ...}}}}\'), or call the entry of the run as the server '
+            "calls it"
         )
     return found
 
