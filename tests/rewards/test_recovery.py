@@ -74,8 +74,8 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_helper_that_a_scorer_forked_keeps_no_worker_from_its_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the socket, whose end never comes; and it ends with the worker, long before pulses without an answer
-    would end both. SIGTERM, which a scheduler sends to all processes of a job, ends the helper alone: the server decides
-    when its worker ends."""
+    would end both. SIGTERM, which a scheduler sends to all processes of a job, ends the helper alone: the server
+    decides when its worker ends."""
     monkeypatch.setattr(worker_module, "_SILENT_PULSES", 1000)
 
     async def trial(worker: worker_module.ProcessWorker) -> None:

@@ -98,8 +98,8 @@ def resolve_urls(url: str | Sequence[str], reward: str, key: str | None = None) 
         found = [base_url(one["url"]) for one in served if reward in one["rewards"]]
     except OSError as error:
         raise ConfigError(
-            f"{key}: given {url!r}: {(error.strerror or str(error)).lower()}; give http://host:port, the endpoints file "
-            f"that `retouch reward serve` wrote{', or auto' * key.startswith('rewards.')}"
+            f"{key}: given {url!r}: {(error.strerror or str(error)).lower()}; give http://host:port, the endpoints "
+            f"file that `retouch reward serve` wrote{', or auto' * key.startswith('rewards.')}"
         ) from None
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None
@@ -108,8 +108,8 @@ def resolve_urls(url: str | Sequence[str], reward: str, key: str | None = None) 
         but = f", but {others}" if others else ""
         raise ConfigError(
             f"{key}: no server in {url} has {reward}{but}; start one with `retouch reward serve {reward}` (a name of "
-            f'your own needs --options \'{{"{reward}": {{"scorer": ...}}}}\'), or call the entry of the run as the server '
-            "calls it"
+            f'your own needs --options \'{{"{reward}": {{"scorer": ...}}}}\'), or call the entry of the run as the '
+            "server calls it"
         )
     return found
 
