@@ -109,3 +109,13 @@ def test_no_function_of_a_global_generator_is_imported_by_name() -> None:
         for node in ast.walk(ast.parse(text)) if "random import" in text else ():
             if isinstance(node, ast.ImportFrom) and node.module in ("random", "numpy.random"):
                 assert {alias.name for alias in node.names} <= OWN_GENERATORS, path
+
+
+def test_no_image_processor_is_chosen_by_what_is_installed() -> None:
+    """transformers takes torchvision's where it is installed, which makes other pixels than Pillow's."""
+    for file, call in calls("ImageProcessor"):
+        name = dotted(call.func).removesuffix(".from_pretrained").rpartition(".")[2]
+        if name == "AutoImageProcessor":
+            assert any(given.arg == "backend" and ast.unparse(given.value) == "'pil'" for given in call.keywords), file
+        else:
+            assert not name.endswith(("ImageProcessor", "ImageProcessorFast", "AutoProcessor")), file

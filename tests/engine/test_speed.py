@@ -160,7 +160,9 @@ def test_kernels_of_a_gpu(precision: str, monkeypatch: pytest.MonkeyPatch) -> No
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         training = TrainingConfig(mixed_precision=precision, deterministic=True)  # type: ignore[arg-type]
+        torch.set_float32_matmul_precision("high")  # as in NVIDIA's images
         choose_kernels(CPU, training)
+        assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
         assert not torch.are_deterministic_algorithms_enabled()
         assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.cudnn_sdp_enabled() == before
         choose_kernels(GPU, training)
@@ -170,6 +172,7 @@ def test_kernels_of_a_gpu(precision: str, monkeypatch: pytest.MonkeyPatch) -> No
         choose_kernels(GPU, training.model_copy(update={"deterministic": False}))
         assert not torch.are_deterministic_algorithms_enabled()
     finally:
+        torch.set_float32_matmul_precision("highest")
         torch.use_deterministic_algorithms(False)
         torch.backends.cuda.enable_cudnn_sdp(before)
 

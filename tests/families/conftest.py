@@ -14,6 +14,7 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from torch import Tensor, nn
+from transformers import AutoImageProcessor
 
 from retouch import adapters
 from retouch.adapters.formats import write_safetensors
@@ -30,6 +31,21 @@ def attention_of(network: nn.Module) -> set[str | None]:
     """Names in diffusers of the kernels that the attention layers of a network use; None is torch's choice."""
     processors: list[Any] = [getattr(module, "processor", None) for module in network.modules()]
     return {p._attention_backend for p in processors if hasattr(p, "_attention_backend")}
+
+
+@pytest.fixture
+def _torchvision_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers then prefers a backend that makes other pixels."""
+    load = AutoImageProcessor.from_pretrained
+
+    def preferring(*where: Any, backend: str | None = None, **options: Any) -> Any:
+        processor = load(*where, backend="pil", **options)
+        if backend is None:
+            processor.resample = Image.Resampling.NEAREST
+            processor.image_mean = [0.0, 0.0, 0.0]
+        return processor
+
+    monkeypatch.setattr(AutoImageProcessor, "from_pretrained", preferring)
 
 
 def random_example(number: int, height: int, width: int) -> Example:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 from torch import Tensor
 
@@ -83,3 +84,13 @@ def test_a_package_that_is_missing_is_an_error_where_the_model_loads(config: Con
 def test_no_kernel_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "NAMES", {})
     set_attention(object(), None)
+
+
+@pytest.mark.parametrize("kernel", [None, "math"])
+def test_the_environment_chooses_no_kernel(kernel: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """DIFFUSERS_ATTN_BACKEND=sage would train with a kernel that has no gradient."""
+    network = model_of("flux_fill", None).network
+    Registry.set_active_backend(AttentionBackendName("_native_efficient"))  # type: ignore[arg-type]
+    set_attention(network, kernel)
+    assert Registry.get_active_backend()[0] == "native"
+    assert "_native_efficient of the environment has no effect: model.attention decides" in caplog.text

@@ -308,6 +308,7 @@ def test_a_run_file_says_what_cannot_work() -> None:
         run_of({}, data={**prompts, "resolution": 500})
 
 
+@pytest.mark.usefixtures("_torchvision_installed")
 def test_a_saved_folder_is_complete_and_loads(pipeline: Any, model: QwenImage21, tmp_path: Path) -> None:
     pipeline.save_pretrained(tmp_path)
     config = QwenImage21Model(path=str(tmp_path), dtype="fp32", max_sequence_length=LENGTH)

@@ -386,6 +386,7 @@ def test_errors_say_what_to_do(models: Any) -> None:
 # --- loading ---
 
 
+@pytest.mark.usefixtures("_torchvision_installed")
 @pytest.mark.parametrize("kind", ["edit", "2511"])
 def test_a_saved_folder_loads_to_the_same_model(pipelines: Any, models: Any, kind: str, tmp_path: Path) -> None:
     pipelines[kind].save_pretrained(tmp_path)

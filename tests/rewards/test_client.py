@@ -196,7 +196,7 @@ BROKEN_ITEMS = {
     "a detail of many keys": with_item(scores={"r": {"value": 0.5, "detail": dict.fromkeys(map(str, range(500)), 1)}}),
     "a detail of many values": with_item(scores={"r": {"value": 0.5, "detail": {"x": [0] * 20_000}}}),
     "a detail that is nested deep": with_item(
-        scores={"r": {"value": 0.5, "detail": json.loads('{"x":' * 900 + "0" + "}" * 900)}}
+        scores={"r": {"value": 0.5, "detail": json.loads('{"x":' * 102 + "0" + "}" * 102)}}
     ),
     "both": with_item(errors={"r": {"code": "bad_item", "message": "m"}}),
     "neither": with_item(scores={}),

@@ -113,7 +113,8 @@ def test_clip_and_pickscore_are_what_the_model_itself_says(tiny_clip: Path) -> N
     tokens = AutoTokenizer.from_pretrained(tiny_clip)(
         [one.prompt for one in batch], padding="max_length", max_length=77, return_tensors="pt"
     )
-    pixels = AutoImageProcessor.from_pretrained(tiny_clip)(images=[one.image for one in batch], return_tensors="pt")
+    processor = AutoImageProcessor.from_pretrained(tiny_clip, backend="pil")
+    pixels = processor(images=[one.image for one in batch], return_tensors="pt")
     with torch.inference_mode():
         logits = model(**tokens, **pixels).logits_per_image.diagonal()
     scale = float(model.logit_scale.exp())

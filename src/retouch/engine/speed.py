@@ -22,13 +22,17 @@ COMPILED_VARIANTS = 128
 
 
 def choose_kernels(device: torch.device, training: TrainingConfig) -> None:
-    """Set the kernels of a GPU for the whole process; does nothing on a CPU.
+    """Set the kernels for the whole process; on a CPU only the precision of products of fp32.
+
+    It is torch's default, which a variable of the environment lowers to TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, set in
+    NVIDIA's images), and which other libraries may set.
 
     cuDNN's attention is disabled: torch prefers it on Hopper and newer, where the backward of FLUX's blocks reads
     beyond its memory, also in diffusers alone (torch 2.11 with cuDNN 9.19 on an H200; `tests/cuda` runs it without).
     torch then uses FlashAttention. mixed_precision "no" also disables TF32 convolutions. With `deterministic`, an
     operation without a deterministic kernel raises.
     """
+    torch.set_float32_matmul_precision("highest")
     if device.type != "cuda":
         return
     torch.backends.cuda.enable_cudnn_sdp(False)

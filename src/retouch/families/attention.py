@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry  # pyright: ignore[reportPrivateUsage]
 
 from retouch.config.errors import ConfigError
 from retouch.errors import first_line
 from retouch.families.base import Attention
+
+logger = logging.getLogger(__name__)
 
 NAMES: dict[Attention, str] = {
     "math": "_native_math",
@@ -21,16 +24,20 @@ NAMES: dict[Attention, str] = {
 
 
 def set_attention(network: Any, kernel: Attention | None) -> None:
-    """Set the attention kernel of a diffusers network, in place; None keeps torch's choice.
+    """Set the attention kernel of a diffusers network, in place; None is torch's choice.
 
-    diffusers also makes it the default of every network of the process; that is undone.
+    diffusers also makes it the default of every network of the process; that is undone, as is a default that the
+    environment sets (DIFFUSERS_ATTN_BACKEND), with a warning: one run file would give two runs.
 
     Raises:
         ConfigError: the package is too old or missing.
     """
+    default = AttentionBackendName.NATIVE
+    if (active := Registry.get_active_backend()[0]) != default:
+        logger.warning("diffusers' attention %s of the environment has no effect: model.attention decides", active.value)
+        Registry.set_active_backend(default)  # type: ignore[arg-type]
     if kernel is None:
         return
-    before, _ = Registry.get_active_backend()
     log = logging.getLogger("diffusers.models.modeling_utils")
     level = log.level
     log.setLevel(logging.ERROR)  # it warns that backends are experimental
@@ -40,4 +47,4 @@ def set_attention(network: Any, kernel: Attention | None) -> None:
         raise ConfigError(f"model.attention: given {kernel!r}; {first_line(error)}; or leave attention out") from None
     finally:
         log.setLevel(level)
-        Registry.set_active_backend(before)  # type: ignore[arg-type]
+        Registry.set_active_backend(default)  # type: ignore[arg-type]

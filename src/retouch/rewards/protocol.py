@@ -323,6 +323,9 @@ MOST_TEXT, MOST_KEY = 10_000, 100
 MOST_KEYS, MOST_VALUES = 200, 10_000
 """Maximum number of keys of a detail, and of values in it at any depth."""
 
+MOST_LEVELS = 100
+"""Maximum depth of a detail. Python's own limit depends on its version and on the caller."""
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -331,31 +334,31 @@ def plain_detail(detail: Mapping[str, Any], secret: str | None = None) -> dict[s
     which spaces replace control characters other than line breaks and tabs, without the secret.
 
     Raises:
-        ValueError: more than `MOST_KEYS` keys, each of which is a column of an evaluation, or `MOST_VALUES` values; or
-            an integer beyond the floats.
+        ValueError: more than `MOST_KEYS` keys, each of which is a column of an evaluation, or `MOST_VALUES` values; more
+            than `MOST_LEVELS` levels; or an integer beyond the floats.
     """
     if len(detail) > MOST_KEYS:
         raise ValueError(f"a detail of {len(detail)} keys, over the limit of {MOST_KEYS}")
     left = MOST_VALUES
 
-    def plain(given: Any) -> Any:
+    def plain(given: Any, level: int = 0) -> Any:
         nonlocal left
         left -= 1
+        if level > MOST_LEVELS:
+            raise ValueError("a detail that is nested too deep")
         if left < 0:
             raise ValueError(f"a detail of more than {MOST_VALUES} values")
         if isinstance(given, dict):
             pairs = cast("dict[str, Any]", given).items()
-            return {_plain_text(key, secret, MOST_KEY): plain(one) for key, one in pairs}
+            return {_plain_text(key, secret, MOST_KEY): plain(one, level + 1) for key, one in pairs}
         if isinstance(given, list):
-            return [plain(one) for one in cast("list[Any]", given)]
+            return [plain(one, level + 1) for one in cast("list[Any]", given)]
         if isinstance(given, int):
             float(given)  # OverflowError: no reader of JSON could hold it
         return _plain_text(given, secret, MOST_TEXT) if isinstance(given, str) else given
 
     try:
         return plain(dict(detail))
-    except RecursionError:
-        raise ValueError("a detail that is nested too deep") from None
     except OverflowError:
         raise ValueError("a detail with a number beyond the floats") from None
 

@@ -19,7 +19,7 @@ import torch
 from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
 from PIL.Image import Image
 from torch import Tensor, nn
-from transformers import Qwen2_5_VLProcessor
+from transformers import AutoImageProcessor, ProcessorMixin, Qwen2_5_VLProcessor
 
 from retouch.families.loading import ModelFilesError
 from retouch.families.text import Encoding, PromptReader, token_counts
@@ -35,7 +35,21 @@ SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
 """An image in a chat; the processor repeats the pad for as many tokens as the image takes."""
 
 
-class ImageTextProcessor(Qwen2_5_VLProcessor):
+class ResizedByPillow(ProcessorMixin):
+    """A processor that resizes images with Pillow. torchvision, which transformers prefers where it is installed, resizes
+    differently: the text encoder of one run file would read other pixels on another machine."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **options: Any) -> Any:
+        """See `ProcessorMixin.from_pretrained`."""
+        processor: Any = super().from_pretrained(pretrained_model_name_or_path, **options)
+        processor.image_processor = AutoImageProcessor.from_pretrained(
+            pretrained_model_name_or_path, backend="pil", **options
+        )
+        return processor
+
+
+class ImageTextProcessor(ResizedByPillow, Qwen2_5_VLProcessor):
     """The released processor without its video part, which needs torchvision."""
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **_: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3VLProcessor
 
-from retouch.families.qwen.text import SEEN, Shown, without_tokens_before
+from retouch.families.qwen.text import SEEN, ResizedByPillow, Shown, without_tokens_before
 from retouch.families.text import PromptReader, token_counts
 
 SYSTEM = "Comprehend and analyze the provided prompt."
@@ -28,7 +28,7 @@ PADDING, TEXT, SLOT = range(3)
 """Kinds of tokens."""
 
 
-class ImageTextProcessor(Qwen3VLProcessor):
+class ImageTextProcessor(ResizedByPillow, Qwen3VLProcessor):
     """The released processor for text and images alone; the stock class also loads one for videos, which needs
     torchvision."""
 
