@@ -6,7 +6,7 @@ import unicodedata
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont, features
 
 from retouch.imaging import glyphs
 from retouch.imaging.glyphs import (
@@ -16,6 +16,7 @@ from retouch.imaging.glyphs import (
     font,
     glyph_correlation,
     ink_of,
+    layout,
     write_spaced,
 )
 from retouch.imaging.lines import folded
@@ -236,3 +237,18 @@ def test_a_typographic_text_is_rendered_as_it_is_typed_too() -> None:
     ImageDraw.Draw(page).text((64, 24), "“I—O”", font=font("CaladeaBold", 24), fill=INK, anchor="mm")
     typed, plain = (glyph_correlation(np.asarray(page), hole(), text) for text in ("“I—O”", '"I-O"'))
     assert typed is not None and plain is not None and typed > 0.9 > plain
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_another_placement_of_letters_is_told(
+    there: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without FriBiDi, as in small images of containers, Pillow places them by rules of its own, without an error."""
+    monkeypatch.setattr(features, "check", lambda name: there)
+    layout.cache_clear()
+    try:
+        assert layout() == layout() == (ImageFont.Layout.RAQM if there else ImageFont.Layout.BASIC)
+        warned = [record.getMessage().partition(":")[0] for record in caplog.records]
+        assert warned == ([] if there else ["Pillow does not find FriBiDi"])
+    finally:
+        layout.cache_clear()

@@ -23,7 +23,7 @@ from PIL import Image
 
 from retouch.config import ConfigError, RunConfig
 from retouch.observe import RunDir, sinks
-from retouch.observe.sinks import Beside, require_sinks
+from retouch.observe.sinks import Beside, TensorBoard, require_sinks
 from tests.command_line import retouch
 
 pytestmark = pytest.mark.usefixtures("shallow")
@@ -129,6 +129,18 @@ def write_records(directory: RunDir) -> None:
 
 
 # --- wandb ---
+
+
+def test_tensorboard_never_imports_tensorflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not fit protobuf ended a run when it began."""
+    (tmp_path / "tensorflow.py").write_text("raise TypeError('Descriptors cannot be created directly')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if f"{name}.".startswith(("tensorboard.", "torch.utils.tensorboard."))]:
+        monkeypatch.delitem(sys.modules, name)
+    sink = TensorBoard(tmp_path / "events", None)
+    sink.numbers({"loss": 1.0}, 1)
+    sink.close(failed=False)
+    assert len(list((tmp_path / "events").iterdir())) == 1 and "tensorflow" not in sys.modules
 
 
 def test_wandb_has_the_names_of_tensorboard(config: Config, wandb_offline: object) -> None:

@@ -614,6 +614,8 @@ def test_a_frame_with_a_flipped_bit_is_broken() -> None:
 
 def test_a_worker_sees_its_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" not in worker_environment("2")
     assert worker_environment("2")["CUDA_VISIBLE_DEVICES"] == "2" and torch_device("2") == "cuda"
     assert "CUDA_VISIBLE_DEVICES" not in worker_environment("cpu") and torch_device("cpu") == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")

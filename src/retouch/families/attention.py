@@ -34,7 +34,9 @@ def set_attention(network: Any, kernel: Attention | None) -> None:
     """
     default = AttentionBackendName.NATIVE
     if (active := Registry.get_active_backend()[0]) != default:
-        logger.warning("diffusers' attention %s of the environment has no effect: model.attention decides", active.value)
+        logger.warning(
+            "diffusers' attention %s of the environment has no effect: model.attention decides", active.value
+        )
         Registry.set_active_backend(default)  # type: ignore[arg-type]
     if kernel is None:
         return

@@ -7,17 +7,20 @@ measure independent of OCR: it compares ink with ink, which a texture that fools
 from __future__ import annotations
 
 import importlib
+import logging
 import unicodedata
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, features
 
 from retouch.errors import FontsMissing
 from retouch.imaging.lines import folded
 from retouch.imaging.masks import Box, mask_box
+
+logger = logging.getLogger(__name__)
 
 FONTS = {
     "HankenGroteskBold": "font_hanken_grotesk",
@@ -50,10 +53,23 @@ def font_path(name: str) -> str:
         raise FontsMissing(f'font {name} is not installed: pip install "retouch[train]"') from None
 
 
+@cache
+def layout() -> ImageFont.Layout:
+    """How letters are placed: by Raqm, with a warning where Pillow does not find the library that Raqm needs. Pillow
+    then spaces letters differently, without an error."""
+    if features.check("raqm"):
+        return ImageFont.Layout.RAQM
+    logger.warning(
+        "Pillow does not find FriBiDi: letters are spaced differently in rendered texts, and glyph_correlation does not "
+        "compare with that of other machines; install it (apt-get install libfribidi0)"
+    )
+    return ImageFont.Layout.BASIC
+
+
 @lru_cache(maxsize=512)
 def font(name: str, size: int) -> ImageFont.FreeTypeFont:
     """A font at a size in pixels."""
-    return ImageFont.truetype(font_path(name), size)
+    return ImageFont.truetype(font_path(name), size, layout_engine=layout())
 
 
 def fit_font(text: str, name: str, width: int, height: int, largest: int = 200) -> ImageFont.FreeTypeFont:

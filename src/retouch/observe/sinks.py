@@ -16,9 +16,11 @@ import logging
 import queue
 import re
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from retouch.config import ConfigError, RunConfig
@@ -126,6 +128,8 @@ class TensorBoard:
     """Event files; a resumed run drops the steps after its checkpoint."""
 
     def __init__(self, folder: Path, resume_step: int | None) -> None:
+        # tensorboard's own switch: it would import tensorflow, which takes seconds and may not fit protobuf or numpy
+        sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if resume_step is None else resume_step + 1

@@ -334,8 +334,8 @@ def plain_detail(detail: Mapping[str, Any], secret: str | None = None) -> dict[s
     which spaces replace control characters other than line breaks and tabs, without the secret.
 
     Raises:
-        ValueError: more than `MOST_KEYS` keys, each of which is a column of an evaluation, or `MOST_VALUES` values; more
-            than `MOST_LEVELS` levels; or an integer beyond the floats.
+        ValueError: more than `MOST_KEYS` keys, each of which is a column of an evaluation, `MOST_VALUES` values or
+            `MOST_LEVELS` levels; or an integer beyond the floats.
     """
     if len(detail) > MOST_KEYS:
         raise ValueError(f"a detail of {len(detail)} keys, over the limit of {MOST_KEYS}")

@@ -21,6 +21,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from retouch.data.sampler import derive_seed
 from retouch.errors import FontsMissing
+from retouch.imaging.glyphs import layout
 from retouch_glyphs.glyph_structure import LETTERS
 
 TRAIN_FONTS: dict[str, tuple[str, ...]] = {
@@ -126,7 +127,7 @@ def _sized(name: str, size: float) -> ImageFont.FreeTypeFont:
         return font
     module = next(m for fonts in (TRAIN_FONTS, TEST_FONTS) for m, names in fonts.items() if name in names)
     try:
-        return ImageFont.truetype(str(getattr(importlib.import_module(module), name)), size)
+        return ImageFont.truetype(str(getattr(importlib.import_module(module), name)), size, layout_engine=layout())
     except ImportError:
         raise FontsMissing(f'font {name} is not installed: pip install "retouch[train,fonts]"') from None
 

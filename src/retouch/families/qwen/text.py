@@ -36,8 +36,8 @@ SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 class ResizedByPillow(ProcessorMixin):
-    """A processor that resizes images with Pillow. torchvision, which transformers prefers where it is installed, resizes
-    differently: the text encoder of one run file would read other pixels on another machine."""
+    """A processor that resizes images with Pillow. torchvision, which transformers prefers where it is installed, makes
+    other pixels: the text encoder of one run file would read others on another machine."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **options: Any) -> Any:

@@ -367,8 +367,10 @@ def _cpu_ticks(pid: int) -> int | None:
 
 
 def worker_environment(device: str) -> dict[str, str]:
-    """Environment that shows a worker only its GPU: libraries that use the first GPU then use the right one."""
+    """Environment that shows a worker only its GPU: libraries that use the first GPU then use the right one. It has no
+    variable of NVIDIA's images by which torch rounds products of fp32 to TF32, and scores differ."""
     environment = dict(os.environ)
+    environment.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)
     if device.isdecimal():
         visible = environment.get("CUDA_VISIBLE_DEVICES")  # "" hides every GPU
         gpu = device if visible is None else "".join(visible.split(",")[int(device) :][:1])
