@@ -60,7 +60,7 @@ def layout() -> ImageFont.Layout:
     if features.check("raqm"):
         return ImageFont.Layout.RAQM
     logger.warning(
-        "Pillow does not find FriBiDi: letters are spaced differently in rendered texts, and glyph_correlation does not "
+        "Pillow does not find FriBiDi: letters are spaced differently in rendered texts, glyph_correlation does not "
         "compare with that of other machines; install it (apt-get install libfribidi0)"
     )
     return ImageFont.Layout.BASIC
