@@ -22,11 +22,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from retouch.config import ConfigError
 from retouch.rewards.client.client import RewardClient
 from retouch.rewards.client.exchange import Exchange
 from retouch.rewards.client.revisions import Revisions
+from retouch.rewards.client.servers import readiness
 from retouch.rewards.foreign import MOST_CHARACTERS
 from retouch.rewards.protocol import Scorer
+from retouch.rewards.scorers.judge_budget import Budget
+from retouch.rewards.scorers.judge_client import JudgeClient
 from retouch.types import Failure, Score
 from tests.rewards.fakes import (
     HANG_S,
@@ -777,3 +781,25 @@ def test_a_client_is_its_process_and_one_thread() -> None:
     before = set(threading.enumerate())  # of which those of earlier tests may end meanwhile
     with client_of("http://127.0.0.1:1"):
         until(lambda: len(set(threading.enumerate()) - before) == 1)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"ALL_PROXY": "other://127.0.0.1:1"}, {"HTTP_PROXY": "http://127.0.0.1:1", "NO_PROXY": "fd00::/8"},
+     {"SSL_CERT_FILE": "/nowhere.pem"}],
+    ids=["a proxy of another kind", "an address of IPv6 that httpx cannot read", "certificates that are gone"],
+)  # fmt: skip
+def test_an_environment_that_httpx_cannot_use_is_named(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ended a run with a traceback of httpx."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    url = "http://192.0.2.1:1"
+    named = pytest.raises(ConfigError, match=r"environment: httpx cannot use its proxies or certificates \(.*ALL_PROXY")
+    with named, client_of(url) as client:
+        client.wait_ready(1.0)
+    with named:
+        readiness(url, 1.0)
+    with named:
+        JudgeClient(f"{url}/v1", "judge", Budget())

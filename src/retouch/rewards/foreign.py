@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from retouch.errors import ConfigError, first_line
 from retouch.files import plain_json
 
 if TYPE_CHECKING:
@@ -33,6 +34,24 @@ def no_cookies() -> CookieJar:
     from http.cookiejar import CookieJar, DefaultCookiePolicy  # loading a run file needs none
 
     return CookieJar(DefaultCookiePolicy(allowed_domains=[]))
+
+
+@contextmanager
+def reading_environment() -> Iterator[None]:
+    """Inside, a client of httpx is made, which takes proxies and certificates from the environment.
+
+    Raises:
+        ConfigError: it cannot use them.
+    """
+    import httpx
+
+    try:
+        yield
+    except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
+        raise ConfigError(
+            f"environment: httpx cannot use its proxies or certificates ({type(error).__name__}: {first_line(error)}); "
+            "correct or unset HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY, SSL_CERT_FILE and SSL_CERT_DIR"
+        ) from None
 
 
 class BrokenReply(Exception):

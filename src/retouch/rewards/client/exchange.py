@@ -21,7 +21,7 @@ import httpx
 from retouch.files import plain_json
 from retouch.rewards.addresses import TOKEN_VARIABLE, is_local, retry_after_s
 from retouch.rewards.client.servers import status_of
-from retouch.rewards.foreign import CONNECT_S, no_cookies, one_line
+from retouch.rewards.foreign import CONNECT_S, no_cookies, one_line, reading_environment
 from retouch.rewards.messages import MOST_DEADLINE_MS, ScoreReply, WireScore
 from retouch.rewards.protocol import RewardItem, plain_detail, within
 from retouch.rewards.wire import BrokenMessage, encode_request, parse_reply
@@ -231,13 +231,14 @@ class Exchange:
             local = is_local(url)
             headers = {"Accept-Encoding": "identity"}
             headers |= {"Authorization": f"Bearer {self._token}"} if self._token else {}
-            self._clients[url] = httpx.AsyncClient(
-                trust_env=not local,
-                headers=headers,
-                cookies=no_cookies(),
-                limits=_CONNECTIONS,
-                verify=not (local and url.startswith("http://")),  # no TLS there: certificates take .1 s to load
-            )
+            with reading_environment():
+                self._clients[url] = httpx.AsyncClient(
+                    trust_env=not local,
+                    headers=headers,
+                    cookies=no_cookies(),
+                    limits=_CONNECTIONS,
+                    verify=not (local and url.startswith("http://")),  # no TLS there: certificates take .1 s to load
+                )
         return self._clients[url]
 
     async def _outcomes(

@@ -18,7 +18,7 @@ import httpx
 from retouch.files import plain_json
 from retouch.rewards.addresses import is_local, reward_token
 from retouch.rewards.client.config import Balance
-from retouch.rewards.foreign import BrokenReply, fetch, no_cookies, one_line
+from retouch.rewards.foreign import BrokenReply, fetch, no_cookies, one_line, reading_environment
 
 BREAKER_FAILURES = 5
 """Consecutive failures after which the breaker of a server opens."""
@@ -280,15 +280,18 @@ def readiness(url: str, timeout_s: float, *, direct: bool = False) -> ServerStat
 
     Raises:
         httpx.RequestError, TimeoutError: no reply in time.
+        ConfigError: proxies or certificates of the environment that cannot be used.
     """
     token = reward_token()
     direct = direct or is_local(url)
-    with httpx.Client(
-        headers={"Authorization": f"Bearer {token}"} if token else {},
-        cookies=no_cookies(),
-        trust_env=not direct,
-        verify=not (direct and url.startswith("http://")),  # no TLS there: certificates take .1 s to load
-    ) as client:
+    with reading_environment():
+        made = httpx.Client(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            cookies=no_cookies(),
+            trust_env=not direct,
+            verify=not (direct and url.startswith("http://")),  # no TLS there: certificates take .1 s to load
+        )
+    with made as client:
         try:
             return status_of(fetch(client, "GET", f"{url}/readyz", time.monotonic() + timeout_s).body, token)
         except BrokenReply:

@@ -20,7 +20,7 @@ from PIL import Image
 
 from retouch.process.plain_text import count_of
 from retouch.rewards.addresses import base_and_query, is_local, is_openai, secret_of
-from retouch.rewards.foreign import BrokenReply, Reply, deadline_of, fetch, no_cookies, one_line
+from retouch.rewards.foreign import BrokenReply, Reply, deadline_of, fetch, no_cookies, one_line, reading_environment
 from retouch.rewards.judge import AUTO, DEFAULT_MODEL
 from retouch.rewards.protocol import Pixels
 from retouch.rewards.scorers.judge_budget import Budget as Budget
@@ -128,12 +128,13 @@ class JudgeClient:
         headers = {key_header: self._key} if key_header else {"Authorization": f"Bearer {self._key}"}
         import httpx  # loading a run file needs no client
 
-        self._http = httpx.Client(
-            headers=headers if self._key else {},
-            cookies=no_cookies(),
-            trust_env=not is_local(self.address),
-            timeout=timeout_s,
-        )
+        with reading_environment():
+            self._http = httpx.Client(
+                headers=headers if self._key else {},
+                cookies=no_cookies(),
+                trust_env=not is_local(self.address),
+                timeout=timeout_s,
+            )
 
     @property
     def served(self) -> str:
