@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+from peft.import_utils import is_torchao_available
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -137,6 +138,22 @@ def saved(adapted: Any, tmp_path: Path) -> tuple[Policy, dict[str, Tensor], Path
 
 def load(folder: Path, rank: int = RANK, alpha: float = ALPHA) -> dict[str, Tensor]:
     return LoraWeights(rank, alpha, "transformer").load(folder)
+
+
+def test_a_package_that_does_not_fit_peft_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here uses torchao; peft raised an ImportError where it was installed and old."""
+    (tmp_path / "torchao.py").touch()
+    (tmp_path / "torchao-0.10.0.dist-info").mkdir()
+    (tmp_path / "torchao-0.10.0.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchao\nVersion: 0.10.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    is_torchao_available.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"model.train: peft cannot add LoRA: .*torchao.* 0.10.0.*; upgrade that"):
+            add_lora(network(), RANK, ALPHA, FluxFillModel.spec.lora_targets)
+    finally:
+        is_torchao_available.cache_clear()
 
 
 def test_saving_and_loading_is_exact(saved: tuple[Policy, dict[str, Tensor], Path]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from retouch.adapters.fused_lora import fuse_lora
 from retouch.adapters.tensor_file import write_tensors
 from retouch.config.errors import ConfigError
+from retouch.errors import first_line
 from retouch.files import plain_json
 
 FILE = "pytorch_lora_weights.safetensors"
@@ -33,7 +34,7 @@ def add_lora(
     There is no dropout option: it would make rollout and training two different policies.
 
     Raises:
-        ConfigError: `targets` match no module.
+        ConfigError: `targets` match no module, or an installed package that peft looks for is too old for it.
     """
     network.requires_grad_(False)
     names = adapted_modules(network, targets)
@@ -44,7 +45,12 @@ def add_lora(
         )
     start = True if init == "uniform" else init
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, init_lora_weights=start)  # type: ignore[arg-type]
-    network.add_adapter(config)  # type: ignore[operator]
+    try:
+        network.add_adapter(config)  # type: ignore[operator]
+    except ImportError as error:  # of torchao, which nothing here uses
+        raise ConfigError(
+            f"model.train: peft cannot add LoRA: {first_line(error)}; upgrade that package, or uninstall it"
+        ) from None
     fuse_lora(network)
     for parameter in network.parameters():
         if parameter.requires_grad:
