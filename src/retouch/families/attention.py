@@ -33,18 +33,17 @@ def set_attention(network: Any, kernel: Attention | None) -> None:
         ConfigError: the package is too old or missing.
     """
     default = AttentionBackendName.NATIVE
-    if (active := Registry.get_active_backend()[0]) != default:
+    active = AttentionBackendName(Registry.get_active_backend()[0])
+    if active != default:
         logger.warning(
             "diffusers' attention %s of the environment has no effect: model.attention decides", active.value
         )
-        Registry.set_active_backend(default)  # type: ignore[arg-type]
-    if kernel is None:
-        return
     log = logging.getLogger("diffusers.models.modeling_utils")
     level = log.level
     log.setLevel(logging.ERROR)  # it warns that backends are experimental
     try:
-        network.set_attention_backend(NAMES[kernel])
+        if kernel is not None:
+            network.set_attention_backend(NAMES[kernel])
     except RuntimeError as error:
         raise ConfigError(f"model.attention: given {kernel!r}; {first_line(error)}; or leave attention out") from None
     finally:

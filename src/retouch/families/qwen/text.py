@@ -40,16 +40,14 @@ class ResizedByPillow(ProcessorMixin):
     other pixels: the text encoder of one run file would read others on another machine."""
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, **options: Any) -> Any:
+    def from_pretrained(cls, path: Any, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """See `ProcessorMixin.from_pretrained`."""
-        processor: Any = super().from_pretrained(pretrained_model_name_or_path, **options)
-        processor.image_processor = AutoImageProcessor.from_pretrained(
-            pretrained_model_name_or_path, backend="pil", **options
-        )
+        processor: Any = super().from_pretrained(path, **options)
+        processor.image_processor = AutoImageProcessor.from_pretrained(path, backend="pil", **options)
         return processor
 
 
-class ImageTextProcessor(ResizedByPillow, Qwen2_5_VLProcessor):
+class ImageTextProcessor(ResizedByPillow, Qwen2_5_VLProcessor):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The released processor without its video part, which needs torchvision."""
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **_: Any) -> None:

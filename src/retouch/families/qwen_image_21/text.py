@@ -28,7 +28,7 @@ PADDING, TEXT, SLOT = range(3)
 """Kinds of tokens."""
 
 
-class ImageTextProcessor(ResizedByPillow, Qwen3VLProcessor):
+class ImageTextProcessor(ResizedByPillow, Qwen3VLProcessor):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The released processor for text and images alone; the stock class also loads one for videos, which needs
     torchvision."""
 
