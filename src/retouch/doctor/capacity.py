@@ -45,10 +45,11 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
     scorers, unknown = scorers_beside(run, world_size)
     beside = sum(count for _, count in scorers.values())
     need = device_bytes(run, weights, world_size) + beside
-    # Each process has a GPU of its own, of which the smallest decides. Without GPUs all processes share the memory of
-    # the machine, or of the container if that has less, and what would wait there for a GPU counts as well.
-    if gpus.usable:
-        has, free, where = min(g.memory for g in gpus.usable), min(g.free for g in gpus.usable), "a GPU"
+    # Each process has a GPU of its own, of which the smallest decides; others may use the rest. Without GPUs all
+    # processes share the memory of the machine, or of the container if that has less, and what would wait there for a
+    # GPU counts as well.
+    if used := gpus.usable[:world_size]:
+        has, free, where = min(g.memory for g in used), min(g.free for g in used), "a GPU"
     else:
         need = world_size * (need + host_bytes(run, weights))
         machine, container = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), container_limit()
