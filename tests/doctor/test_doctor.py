@@ -280,8 +280,7 @@ def test_a_gpu_that_fails_is_a_line_and_the_others_are_listed(
 
 
 TOO_SMALL = (
-    "set model.train.kind=lora, ema=null, training.sharding=fsdp2 on several devices or "
-    "model.offload_text_encoders=true, or take a larger one"
+    "set model.train.kind=lora, model.dtype=bf16, training.sharding=fsdp2 on several devices, or take a larger one"
 )
 
 
@@ -299,6 +298,16 @@ def test_a_gpu_that_is_too_small_or_taken(
     what, says = only("fix", run_yaml())
     assert what == "memory"
     assert says.endswith(said)
+
+
+def test_only_what_the_run_may_have_and_takes_less_memory_is_a_remedy() -> None:
+    """Options that the run has, and sharding of quantized layers, which `check` rejects, were among them."""
+    data = {"format": "self_bench", "path": "x", "resolution": [32, 64]}
+    model = {"family": "flux_fill", "path": "tiny", "quantize": "nf4", "train": {"kind": "lora"}}
+    run = parse_run({"name": "t", "model": model, "data": data, "algorithm": {"name": "sft"}, "rewards": {}})
+    networks = build_networks(run.model, find_model(run.model))
+    small = Gpus([Gpu("small", 2**20, 2**20)], [], "2")
+    assert memory_line(run, networks, small, 1).says.endswith("; set model.train.rank=4, or take a larger one")
 
 
 def test_a_container_has_less_than_its_machine(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
