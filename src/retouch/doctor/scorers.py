@@ -25,7 +25,9 @@ def scorers_beside(run: RunConfig, world_size: int = 1) -> tuple[dict[str, tuple
     with most bytes; and the names of rewards on any of these GPUs whose networks are not known."""
     made_here = {name: entry for name, entry in run.rewards.items() if entry.is_made_here and entry.cpu_only is None}
     on_each = [{name for name, entry in made_here.items() if _is_on(entry, gpu)} for gpu in range(world_size)]
-    sizes = {name: _size(entry) for name, entry in made_here.items() if any(name in names for names in on_each)}
+    sizes = {
+        name: _networks_size(entry) for name, entry in made_here.items() if any(name in names for names in on_each)
+    }
     known = {name: size for name, size in sizes.items() if size is not None}
     fullest = max(on_each, key=lambda names: sum(known[name][1] for name in names & known.keys()))
     return {n: size for n, size in known.items() if n in fullest}, [n for n, size in sizes.items() if size is None]
@@ -37,7 +39,7 @@ def _is_on(entry: RewardEntry, number: int) -> bool:
     return not {"cuda", "auto", f"cuda:{number}"}.isdisjoint(devices)
 
 
-def _size(entry: RewardEntry) -> tuple[int, int] | None:
+def _networks_size(entry: RewardEntry) -> tuple[int, int] | None:
     """Weights and bytes of the networks of a reward; None if they are not known."""
     counts = [_weights(o, model) for o, model in entry.models().items() if o not in _WITHOUT_WEIGHTS]
     if not counts or None in counts:
