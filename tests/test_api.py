@@ -121,6 +121,25 @@ def test_mistakes_are_one_message(finished: Finished, tmp_path: Path) -> None:
         retouch.load(finished("full")).sample(Image.new("RGB", (64, 32)), text="A")
 
 
+@pytest.mark.parametrize("given", [{"count": 0}, {"steps": 0}, {"steps": 1001}, {"resolution": 0}])
+def test_counts_that_the_command_does_not_take(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    """0 solver steps were the number of the run, and 0 images none, or the number of the run."""
+    monkeypatch.setattr(loaded, "Loaded", lambda config, **_: pytest.fail("loaded"))
+    run = retouch.load(finished("full"))
+    name = next(iter(given))
+    with pytest.raises(ConfigError, match=f"^(--)?{name}: given {given[name]}"):
+        run.sample(Image.new("RGB", (64, 32)), box=(0, 0, 32, 32), text="A", **given)
+    with pytest.raises(ConfigError, match="--images: given 0; expected 1 to 1000"):
+        run.evaluate(images=0)
+
+
+def test_an_export_into_the_home_directory(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert retouch.load(finished("full")).export("safetensors", "~/mine").is_relative_to(tmp_path / "mine")
+
+
 def test_only_what_is_public_is_there() -> None:
     assert {"train", "load", "Run"} <= set(retouch.__all__)
     with pytest.raises(AttributeError, match="no attribute 'tran'"):

@@ -196,6 +196,9 @@ def test_ctrl_c_is_a_stop_not_a_failure(finished: Finished, monkeypatch: pytest.
     monkeypatch.setattr("retouch.observe.report.write_report", interrupted)
     outcome = retouch("report", run)
     assert (outcome.code, outcome.err) == (3, "stopped: interrupted\n")  # nothing to resume
+    monkeypatch.setattr("retouch.cli.flags.answer", interrupted)  # while arguments are read
+    outcome = retouch("check", "run.yaml")
+    assert (outcome.code, outcome.err) == (3, "stopped: interrupted\n")
 
 
 # --- data ---

@@ -18,6 +18,9 @@ from safetensors.torch import save_file
 
 from retouch.files.disk import file_problem, write_whole, writing
 from retouch.imaging.png import write_png
+from retouch.process import machine
+from retouch.process.machine import Machine
+from retouch.process.replacing import beside
 from tests.command_line import Outcome, retouch
 
 FULL = "free space, or set --out to another disk"
@@ -207,3 +210,15 @@ def test_a_folder_that_takes_no_file_is_named_by_the_file(tmp_path: Path) -> Non
     with pytest.raises(FileNotFoundError) as raised, writing(tmp_path, "--out"):
         (tmp_path / "to_be_read").read_text()
     assert file_problem(raised.value) is None
+
+
+def test_containers_with_the_same_pid_write_a_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each writes one of its own beside it; the second would have deleted that of the first."""
+    path = tmp_path / "shared.json"
+    with beside(path) as first:
+        first.write_text("first")
+        monkeypatch.setattr(machine, "this_machine", lambda: Machine("another", ""))
+        write_whole(path, "second")
+        assert path.read_text() == "second"
+        first.replace(path)
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]

@@ -56,7 +56,7 @@ LINES = {
     "mine.yaml --use_rl --rl_method nft --nft-beta 0.3 data.limit=8 --report_to none": [
         *("mine.yaml", "algorithm.name=nft", "algorithm.mix=0.3", "logging.sinks=[]", "data.limit=8"),
     ],
-    "--use_rl false --use_ema false --resume_from_checkpoint latest": [
+    "--use_rl FALSE --use_ema=False --resume_from_checkpoint latest": [
         *("example:flux_fill_sft", "ema=null", "resume=auto"),
     ],
     "--model_type sdxl --max_train_steps 3": ["RUN.yaml", "model.family=sdxl", "training.max_steps=3"],

@@ -24,6 +24,7 @@ from retouch.config import ConfigError, dump_run, load_run, parse_run
 from retouch.config.trust import consent, consented, in_run_directory, named
 from retouch.engine.saved import declare_complete
 from retouch.observe.watch import open_server
+from retouch.process.machine import process_mark
 from retouch.registry import import_from_here
 from retouch.rewards.client.cache import ScoreCache
 from retouch.rewards.server import launch
@@ -565,7 +566,7 @@ def test_what_rewards_write_into_a_run_refuses_a_link(
 def test_reports_replace_links(copied: Copy, tmp_path: Path) -> None:
     target = tmp_path / "of-the-user"
     target.write_text("precious")
-    for name in ("report.html", f".report.html.{os.getpid()}.tmp"):
+    for name in ("report.html", f".report.html.{process_mark()}.tmp"):
         (copied.path / name).unlink(missing_ok=True)
         (copied.path / name).symlink_to(target)
     assert retouch("report", copied.path).code == 0

@@ -242,7 +242,7 @@ class Run:
             ConfigError: a format that does not fit the weights, or an `out` that holds files.
             CheckpointError: weights that are missing or damaged.
         """
-        folder = None if out is None else Path(out)
+        folder = None if out is None else Path(out).expanduser()
         return export_weights(self._checkpoint or self.path, to, folder, raw=self._raw, trust=self._trust)
 
     def report(self) -> Path:

@@ -348,6 +348,7 @@ def test_distances_that_cannot_be_had_are_told_before_anything_is_scored(
             "--images: {data} has none of the 8 images",
         ),
         (("--benchmark", "{file}", "--images", "{data}"), "--out: not set; give a folder"),
+        (("--benchmark", "{file}", "--images", "{data}", "--ema"), "--raw/--ema: given without --run or --config"),
         (("--benchmark", "{file}", "--images", "{data}", "--shard", "3/2"), "--shard: given '3/2'; write I/N"),
         (("--benchmark", "{file}", "--data", "{data}"), "--data: given with --benchmark, which has its own data"),
         (("--benchmark", "{file}", "--path", "{none}", "--images", "{data}", "--out", "{out}"), "--path: {none}:"),

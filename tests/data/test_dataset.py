@@ -391,6 +391,12 @@ def test_a_path_that_is_no_data(tmp_path: Path) -> None:
     assert outcome.err.startswith(f"error: {tmp_path}: expected a mapping_file.json, a self_bench.txt")
 
 
+def test_a_size_beside_a_run_file(tmp_path: Path) -> None:
+    """Its sections have their own; the option was passed over."""
+    outcome = retouch("data", "validate", tmp_path / "RUN.YAML", "--resolution=32")
+    assert outcome.code == 2 and outcome.err.splitlines()[-1].startswith("error: --resolution: given with ")
+
+
 @pytest.mark.parametrize("size", ["0", "32x", "axb", "1x2x3", "-5", "3.5"])
 def test_a_size_that_is_none(size: str, tmp_path: Path) -> None:
     outcome = retouch("data", "validate", tmp_path, f"--resolution={size}")

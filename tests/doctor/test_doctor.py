@@ -21,9 +21,10 @@ from retouch.adapters.lora import FILE, add_lora
 from retouch.adapters.trainee import LoraWeights, make_trainable
 from retouch.config import load_run, parse_run
 from retouch.doctor.adapter import distillation_lines
+from retouch.doctor.capacity import memory_line
 from retouch.doctor.launch import launch_extras
 from retouch.doctor.line import Line
-from retouch.doctor.machine import Gpu, Gpus, extra_lines, find_gpus
+from retouch.doctor.machine import Gpu, Gpus, extra_lines, find_gpus, gpu_lines
 from retouch.doctor.memory import count_weights
 from retouch.doctor.model import find_model
 from retouch.doctor.networks import build_networks
@@ -279,8 +280,7 @@ def test_a_gpu_that_fails_is_a_line_and_the_others_are_listed(
 
 
 TOO_SMALL = (
-    "set model.train.kind=lora, ema=null, training.sharding=fsdp2 on several devices or "
-    "model.offload_text_encoders=true, or take a larger one"
+    "set model.train.kind=lora, model.dtype=bf16, training.sharding=fsdp2 on several devices, or take a larger one"
 )
 
 
@@ -298,6 +298,16 @@ def test_a_gpu_that_is_too_small_or_taken(
     what, says = only("fix", run_yaml())
     assert what == "memory"
     assert says.endswith(said)
+
+
+def test_only_what_the_run_may_have_and_takes_less_memory_is_a_remedy() -> None:
+    """Options that the run has, and sharding of quantized layers, which `check` rejects, were among them."""
+    data = {"format": "self_bench", "path": "x", "resolution": [32, 64]}
+    model = {"family": "flux_fill", "path": "tiny", "quantize": "nf4", "train": {"kind": "lora"}}
+    run = parse_run({"name": "t", "model": model, "data": data, "algorithm": {"name": "sft"}, "rewards": {}})
+    networks = build_networks(run.model, find_model(run.model))
+    small = Gpus([Gpu("small", 2**20, 2**20)], [], "2")
+    assert memory_line(run, networks, small, 1).says.endswith("; set model.train.rank=4, or take a larger one")
 
 
 def test_a_container_has_less_than_its_machine(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +336,20 @@ def test_more_processes_than_gpus(run_yaml: Callable[..., Path], monkeypatch: py
         "GPUs",
         "1 for 2 processes; lower --num_processes (here --world-size), or check CUDA_VISIBLE_DEVICES",
     )
+
+
+def test_a_run_on_several_machines_and_a_gpu_that_others_use() -> None:
+    """Neither is wrong: the processes of this machine take its first GPUs."""
+    eight = Gpus([*[Gpu("one", 2**40, 2**40)] * 7, Gpu("taken", 2**40, 0)], [], "2")
+    assert [line.status for line in gpu_lines(eight, 12) if line.what == "GPUs"] == ["fix"]
+    [line] = [line for line in gpu_lines(eight, 16) if line.what == "GPUs"]
+    assert (line.status, line.says[:58]) == ("warning", "8 for 16 processes, which takes 2 machines like this one; ")
+    data = {"format": "self_bench", "path": "x", "resolution": [32, 64]}
+    model = {"family": "flux_fill", "path": "tiny", "train": {"kind": "lora"}}
+    run = parse_run({"name": "t", "model": model, "data": data, "algorithm": {"name": "sft"}, "rewards": {}})
+    networks = build_networks(run.model, find_model(run.model))
+    assert memory_line(run, networks, eight, 7).status == "ok"
+    assert "only 0 MiB is free" in memory_line(run, networks, eight, 8).says
 
 
 def test_a_run_directory_that_cannot_be_made_and_a_disk_that_is_full(

@@ -78,6 +78,9 @@ def test_scorers_on_a_gpu_of_the_run_are_counted_and_others_are_not() -> None:
     known, unknown = scorers_beside(run)
     assert known == {"clip": (428_000_000, 1_712_000_000), "style": (tiny, 4 * tiny)} and unknown == ["mine", "own"]
     assert scorers_beside(run, 2)[0]["hpsv3"] == (7_746_000_000, 15_492_000_000)  # bf16, on the second GPU
+    apart = run_of(clip={"device": "cuda:0"}, hpsv3={"device": "cuda:1", "url": "auto"}, pickscore={"device": "cuda"})
+    assert list(scorers_beside(apart, 2)[0]) == ["hpsv3", "pickscore"]  # no GPU has all three
+    assert list(scorers_beside(apart)[0]) == ["clip", "pickscore"]
 
 
 def test_a_large_scorer_beside_the_network_does_not_fit_one_gpu() -> None:

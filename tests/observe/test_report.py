@@ -397,6 +397,16 @@ def test_a_run_that_was_stopped_and_goes_on(run: Path) -> None:
     stopped = {"step": 2, "kind": "event", "event": "stopped", "reason": "received SIGTERM"}
     rewrite(run, lambda records: [*records[:4], stopped])
     assert "Stopped step 2 of 4: received SIGTERM" in report(run)
+    lock = RunLock(run)
+    lock.take()
+    here = (run / ".lock").read_text()
+    try:
+        assert "Stopped step 2 of 4: received SIGTERM" in report(run)  # of this process, before it ends
+        (run / ".lock").write_text(f"{os.getpid()}\nanother-host\n")  # resumed in a container, where it has this pid
+        assert "Running step 2 of 4" in report(run)
+    finally:
+        (run / ".lock").write_text(here)
+        lock.release()
     rewrite(run, lambda records: [*records, {"step": 3, "kind": "train", "phase": "rl", "time": {"step": 1.0}}])
     assert "Killed step 3 of 4" in report(run)
 

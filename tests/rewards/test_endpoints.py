@@ -47,14 +47,16 @@ def test_commands_share_an_endpoints_file(tmp_path: Path) -> None:
 
 
 def test_a_command_that_ends_removes_its_own_servers(tmp_path: Path) -> None:
-    """Of one address, whichever process wrote it last; without any of its own the file is left as it is."""
+    """Of one address, whichever process wrote it last; of one pid, which two containers may have, those of the command;
+    without any of its own the file is left as it is."""
     file = tmp_path / "endpoints.json"
-    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-    write_endpoints(file, [{"url": url, "rewards": ["ocr"], "pid": pid} for url, pid in zip(urls, (7, 8), strict=True)])
+    urls = ["http://one:1", "http://two:1", "http://one:2"]
+    entries = [{"url": url, "rewards": ["ocr"], "pid": pid} for url, pid in zip(urls, (7, 7, 8), strict=True)]
+    write_endpoints(file, entries)
     before = file.stat().st_ino
-    remove_endpoints(file, 9)
+    remove_endpoints(file, [{**entries[0], "pid": 9}])
     assert resolve_urls(str(file), "ocr") == urls and file.stat().st_ino == before
-    remove_endpoints(file, 7)
+    remove_endpoints(file, entries[:1])
     assert resolve_urls(str(file), "ocr") == urls[1:]
 
 

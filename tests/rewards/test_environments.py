@@ -6,8 +6,10 @@ import importlib.util
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import tracemalloc
 import zipfile
 from collections.abc import Sequence
@@ -30,7 +32,10 @@ from retouch.rewards.environments import (
     own_dependencies,
     own_requirement,
     resolve,
+    run_until_stopped,
 )
+from tests.command_line import retouch
+from tests.rewards.fakes import until
 
 NAMES = sorted(environments())
 
@@ -64,7 +69,7 @@ def test_a_data_file_is_consistent(name: str) -> None:
         assert release.operator == "==" and wanted.get(pin.name, Requirement("x")).specifier.contains(release.version)
     assert "torchvision" not in wanted or {"torch", "torchvision"} <= {*environment.paired}
     for reward in environment.rewards:
-        for words in environment.commands(reward, Path("e"), "0,1", Path("ends.json")):
+        for words in environment.commands(reward, Path("e")):
             assert Path(words[0]).parent == Path.cwd() / "e" / "bin" and "{" not in "".join(words).replace('{"', "")
 
 
@@ -72,8 +77,42 @@ def test_the_commands_name_the_reward_and_the_devices() -> None:
     [words] = environments()["imscore"].commands("aesthetic", Path("/e"), "0,1", Path("ends.json"))
     told = "/e/bin/retouch reward serve aesthetic --port 8100 --devices 0,1 --endpoints ends.json"
     assert words == told.split()
-    [words] = environments()["paddleocr"].commands("ocr", Path("/e"), "0", Path("ends.json"))
+    [words] = environments()["paddleocr"].commands("ocr", Path("/e"))
     assert json.loads(words[words.index("--options") + 1]) == {"ocr": {"engine": "paddleocr"}}
+    assert words[-1] == "endpoints.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "said"),
+    [
+        ("paddleocr", "--devices=0", "--devices: given 0, but the server of ocr reads none; omit it; CUDA_VISIBLE"),
+        ("openai_judge", "--endpoints=e.json", "--endpoints: given e.json, but the server of openai_judge reads none"),
+        ("imscore", "--dry-run --start", "--start: given with --dry-run, which makes no environment"),
+        ("imscore", "--dry-run --torch-index=x", "--torch-index: given with --dry-run"),
+    ],
+)
+def test_an_option_that_nothing_reads(ran: list[list[str]], name: str, option: str, said: str) -> None:
+    outcome = retouch("reward", "env", name, *option.split())
+    assert outcome.code == 2 and said in outcome.err and not ran
+
+
+def test_a_server_that_is_stopped_ends_in_its_own_time(tmp_path: Path) -> None:
+    """It was killed a quarter of a second after the signal to the command."""
+    server = "import signal, sys, time; from pathlib import Path; there = Path(sys.argv[1])\n"
+    server += "signal.signal(15, lambda *_: (time.sleep(.6), there.with_name('ended').touch(), sys.exit()))\n"
+    server += "there.touch(); time.sleep(60)"
+    command = [sys.executable, "-c", server, str(tmp_path / "started")]
+
+    def interrupt() -> None:
+        until((tmp_path / "started").exists)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    waiting = threading.Thread(target=interrupt)
+    waiting.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_until_stopped(command)
+    waiting.join()
+    assert (tmp_path / "ended").exists()
 
 
 def test_a_reward_names_its_environment() -> None:

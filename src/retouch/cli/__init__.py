@@ -107,10 +107,10 @@ def _main() -> None:
     let_threads_sleep()
     _silence_libraries()
     interrupted.clear()
-    interrupt_on_signals()
-    if sys.argv[1:2] in (["train"], ["check"]) and (message := flags.answer(sys.argv[1], sys.argv[2:])):
-        _fail(f"error: {message}", 2)
     try:
+        interrupt_on_signals()
+        if sys.argv[1:2] in (["train"], ["check"]) and (message := flags.answer(sys.argv[1], sys.argv[2:])):
+            _fail(f"error: {message}", 2)
         # or typer would print usage errors itself, in a box of several lines
         code = _called(sys.argv[1:2])(prog_name="retouch", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

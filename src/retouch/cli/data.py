@@ -15,6 +15,7 @@ from retouch.cli.options import Json, Overrides, RunFile, Trust, note_loading, p
 from retouch.config import load_run
 from retouch.config.errors import nearest
 from retouch.config.needs import require_usable_embeddings
+from retouch.config.published import is_run_file
 from retouch.errors import ConfigError
 from retouch.files.disk import writing
 from retouch.process.plain_text import count_of
@@ -31,7 +32,10 @@ def validate(
     path: Annotated[
         Path, typer.Argument(help="self_bench or BrushBench folder, manifest, or RUN.yaml for all its data sections.")
     ],
-    resolution: Annotated[str, typer.Option(help="Side or HEIGHTxWIDTH in pixels to check at.")] = "512",
+    resolution: Annotated[
+        str | None,
+        typer.Option(help="Side or HEIGHTxWIDTH in pixels to check at; default: 512, or that of RUN.yaml."),
+    ] = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -42,8 +46,10 @@ def validate(
     from retouch.families.prompts import PromptCheck
 
     prompts_of = partial(PromptCheck, local=True)
-    size = parse_size(resolution, "--resolution")
-    if path.suffix in (".yaml", ".yml"):  # tens of seconds
+    size = parse_size(resolution or "512", "--resolution")
+    if is_run_file(str(path)):  # tens of seconds
+        if resolution is not None:
+            raise ConfigError(f"--resolution: given with {path}, whose sections have their own; omit it")
         logging.getLogger(__name__).info("loading the tokenizers of the model that %s names", path)
     findings = find_problems(path, size, trust=trust, prompts_of=prompts_of)
     typer.echo(json.dumps([asdict(one) for one in findings], indent=2) if as_json else validation_table(findings))

@@ -63,7 +63,7 @@ _SWITCHES = (
 _CHOICE = ("model_type", "use_rl", "rl_method", "use_ema")
 """Flags that choose the run file, or what every published one has."""
 
-_FALSE = ("false", "False", "0", "no")
+_FALSE = ("false", "0", "no")
 
 _SWITCHED = ("sft", "grpo", "ppo", "dpo", "nft")
 """Algorithms that `algorithm.name` alone makes of a file of GRPO."""
@@ -143,7 +143,7 @@ def _parsed(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], list[s
         if not equals and takes and (name not in _SWITCHES or left[0].lower() in ("true", *_FALSE)):
             value = left.pop(0)
         if name in KEYS:
-            given[name] = value or "true"
+            given[name] = (value.lower() if name in _SWITCHES else value) or "true"
         else:
             unknown.append(f"--{name}")
     return given, words, unknown

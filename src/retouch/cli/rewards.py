@@ -147,10 +147,16 @@ def env(
             "configured index, whose builds are for CUDA.",
         ),
     ] = None,
-    devices: Annotated[str, typer.Option(help="cpu, or GPU numbers like 0,1, for the server.")] = "0",
+    devices: Annotated[
+        str | None, typer.Option(help="cpu, or GPU numbers like 0,1, for the server of imscore; default: 0.")
+    ] = None,
     endpoints: Annotated[
-        Path, typer.Option(help="File for the addresses of the server, which a run file names as a reward's url.")
-    ] = Path("endpoints.json"),
+        Path | None,
+        typer.Option(
+            help="File for the addresses of the server, which a run file names as a reward's url; default: "
+            "endpoints.json."
+        ),
+    ] = None,
     start: Annotated[bool, typer.Option("--start", help="Start the server too, until stopped.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Resolve the packages by their metadata, and install nothing.")
@@ -158,13 +164,14 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run, packages and releases as JSON.")] = False,
 ) -> None:
     """Make a virtual environment for a reward with conflicting dependencies, and print the commands of its server."""
-    import subprocess
-
-    from retouch.rewards.environments import environment_of, make, resolve
+    from retouch.rewards.environments import environment_of, make, resolve, run_until_stopped
 
     start_logging()
     if as_json and not dry_run:
         raise ConfigError("--json: given without --dry-run; add it, or leave --json out")
+    making = {"--path": path, "--torch-index": torch_index, "--start": start or None}
+    if dry_run and (given := [option for option, value in making.items() if value is not None]):
+        raise ConfigError(f"{given[0]}: given with --dry-run, which makes no environment; leave one of them out")
     environment, reward = environment_of(name)
     folder = path or Path("reward-envs") / environment.name
     commands = environment.commands(reward, folder, devices, endpoints)
@@ -183,7 +190,7 @@ def env(
     for words in commands:
         typer.echo(shlex.join(words))
     for words in commands if start else ():
-        if code := subprocess.run(words).returncode:
+        if code := run_until_stopped(words):
             raise typer.Exit(code)
 
 

@@ -11,7 +11,7 @@ import typer
 
 from retouch.cli.options import Json, Trust, is_count, note_loading, parse_size, start_logging
 from retouch.config import load_run
-from retouch.config.base import MOST_IMAGES
+from retouch.config.base import MOST_IMAGES, MOST_STEPS
 from retouch.config.needs import DATA_SECTIONS
 from retouch.config.published import resolved
 from retouch.errors import ConfigError
@@ -81,7 +81,7 @@ def sample(
     seed: Annotated[int, typer.Option(help="Random seed for the noise.")] = 0,
     count: Annotated[int, typer.Option(min=1, max=MOST_IMAGES, help="Number of images per item.")] = 1,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=1000, help="Number of solver steps; default: the run's.")
+        int | None, typer.Option(min=1, max=MOST_STEPS, help="Number of solver steps; default: the run's.")
     ] = None,
     resolution: Annotated[
         str | None, typer.Option(help="Side or HEIGHTxWIDTH in pixels to sample at; default: the run's.")
@@ -289,6 +289,9 @@ def _benchmark(
         trained = {name: find_trained(one, config, weights, raw, DATA_SECTIONS, trust) for name, one in named.items()}
     elif not folders:
         raise ConfigError("--benchmark: give --run RUN_DIR or --config RUN.yaml to sample, or --images FOLDER to score")
+    elif weights is not None or raw is not None:
+        option = "--raw/--ema" if weights is None else "--weights"
+        raise ConfigError(f"{option}: given without --run or --config, whose weights it chooses; add one, or omit it")
     if out is None and len(runs) != 1:
         raise ConfigError("--out: not set; give a folder for images, scores and the result of the benchmark")
     folder = out or runs[0] / "benchmarks" / chosen.name

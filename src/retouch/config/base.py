@@ -25,7 +25,8 @@ Count = Annotated[int, Field(ge=1, le=1_000_000)]
 MOST_IMAGES = 1000
 """Images of one example or item."""
 ImageCount = Annotated[int, Field(ge=1, le=MOST_IMAGES)]
-SolverSteps = Annotated[int, Field(ge=1, le=1000)]
+MOST_STEPS = 1000
+SolverSteps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 Text = Annotated[str, Field(min_length=1)]
 
 

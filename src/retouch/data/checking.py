@@ -27,6 +27,7 @@ from retouch.data.identity import files_of
 from retouch.files.disk import cache_folder, expanded
 from retouch.imaging.reading import PackedImage
 from retouch.process.machine import this_machine
+from retouch.process.replacing import beside
 from retouch.types import Processes
 
 logger = logging.getLogger(__name__)
@@ -188,10 +189,10 @@ def recall(memory: Path) -> list[bytes]:
 
 def remember(memory: Path, good: Iterable[bytes]) -> None:
     """Write the file by one rename; if the cache cannot be written, the next start checks all items again."""
-    written = memory.with_name(f"{memory.name}.{os.getpid()}")
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
-        written.write_bytes(b"".join(sorted(good)))
-        written.replace(memory)
+        with beside(memory) as written:
+            written.write_bytes(b"".join(sorted(good)))
+            written.replace(memory)
     except OSError as error:
         logger.debug("checked items are not remembered: %s", error)

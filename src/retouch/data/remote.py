@@ -25,6 +25,7 @@ from urllib.parse import quote
 from retouch.errors import DataError
 from retouch.files.disk import cache_folder, expanded, on_disk
 from retouch.files.hub import hub_problem
+from retouch.process.replacing import beside
 
 logger = logging.getLogger(__name__)
 
@@ -221,10 +222,10 @@ def _from_github(data: Pinned, key: str) -> Path:
         raise DataError(f"{key}: given {str(data)!r}, but there is no home directory to keep it in; set XDG_CACHE_HOME")
     if not file.is_file():
         content = _downloaded(data, key)
-        written = file.with_name(f"{file.name}.{os.getpid()}")
-        written.parent.mkdir(parents=True, exist_ok=True)
-        written.write_bytes(content)
-        written.replace(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with beside(file) as written:
+            written.write_bytes(content)
+            written.replace(file)
     return file
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
+from retouch.config import dump_run, parse_run
 from retouch.config.derived import kept_checkpoints
 from retouch.config.errors import ConfigError
+from retouch.config.load import overlaid
 from retouch.config.run import RunConfig
 from retouch.doctor.line import Line, size
 from retouch.doctor.memory import checkpoint_bytes, count_weights, device_bytes, host_bytes, why_unknown
@@ -22,12 +27,12 @@ _TIGHT = 0.9
 """Share of the memory above which the counted part leaves too little for the rest, such as activations."""
 
 
-_LESS = {
-    "full": "model.train.kind=lora, ema=null",
-    "lora": "model.quantize=nf4, a smaller model.train.rank, model.dtype=bf16",
-    "ip_adapter": "model.quantize=nf4, model.train.tokens=16, model.train.weights=kv_lora, ema=null, model.dtype=bf16",
-}
-"""`model.train.kind` -> options to set if memory does not suffice."""
+_LESS = (
+    *("model.quantize=nf4", "model.train.kind=lora", "model.train.rank=4", "model.train.tokens=16"),
+    *("model.train.weights=kv_lora", "ema=null evaluation.weights=raw", "model.dtype=bf16"),
+    *("model.offload_text_encoders=true", "training.sharding=fsdp2", "training.sharding=zero2"),
+)
+"""Options of a run file that may take less memory."""
 
 
 def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int) -> Line:
@@ -45,10 +50,11 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
     scorers, unknown = scorers_beside(run, world_size)
     beside = sum(count for _, count in scorers.values())
     need = device_bytes(run, weights, world_size) + beside
-    # Each process has a GPU of its own, of which the smallest decides. Without GPUs all processes share the memory of
-    # the machine, or of the container if that has less, and what would wait there for a GPU counts as well.
-    if gpus.usable:
-        has, free, where = min(g.memory for g in gpus.usable), min(g.free for g in gpus.usable), "a GPU"
+    # Each process has a GPU of its own, of which the smallest decides; others may use the rest. Without GPUs all
+    # processes share the memory of the machine, or of the container if that has less, and what would wait there for a
+    # GPU counts as well.
+    if used := gpus.usable[:world_size]:
+        has, free, where = min(g.memory for g in used), min(g.free for g in used), "a GPU"
     else:
         need = world_size * (need + host_bytes(run, weights))
         machine, container = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), container_limit()
@@ -64,11 +70,9 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
     )
     counted += f" (not known: {assumed})" if (assumed := run.model.assumed_sizes) is not None else ""
     if need > has:
-        less = _LESS[run.model.train.kind]
-        if run.training.sharding == "none" and not run.training.compile and run.optimizer.state == "fp32":
-            way = "zero2" if run.model.train.kind == "ip_adapter" else "fsdp2"
-            less += f", training.sharding={way} on several devices"
-        return Line("fix", "memory", f"{counted}; set {less} or model.offload_text_encoders=true, or take a larger one")
+        less = _less(run, networks, world_size, on_gpus=bool(used))
+        remedy = f"set {', '.join(less)}, or take a larger one" if less else "take a larger one"
+        return Line("fix", "memory", f"{counted}; {remedy}")
     if need > free:
         return Line("fix", "memory", f"{counted}; only {size(free)} is free: end what holds the rest (nvidia-smi)")
     if need > _TIGHT * has:
@@ -78,6 +82,29 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
             f"{counted}; set training.gradient_checkpointing=true, optimizer.steps_per_forward=1 and small batches",
         )
     return Line("ok", "memory", counted)
+
+
+def _less(run: RunConfig, networks: Networks, world_size: int, *, on_gpus: bool) -> list[str]:
+    """Those of `_LESS` that the run file may have and with which less is counted; on GPUs sharding of a run on one
+    process as on two."""
+    processes, found = max(2, world_size) if on_gpus else world_size, list[str]()
+
+    def counted(chosen: RunConfig) -> int:
+        weights = count_weights(chosen, networks)
+        assert weights is not None, "of the same networks"
+        return device_bytes(chosen, weights, processes) + (0 if on_gpus else host_bytes(chosen, weights))
+
+    now, written = counted(run), yaml.safe_load(dump_run(run))
+    for options in _LESS:
+        changes = {key: yaml.safe_load(value) for key, _, value in (o.partition("=") for o in options.split())}
+        if run.model.train.kind != "full" and "model.train.kind" in changes:
+            continue  # a style adapter is another task
+        if "training.sharding" in changes and any("sharding" in other for other in found):
+            continue
+        with suppress(ConfigError):
+            if counted(parse_run(overlaid(written, changes, warns=False))) < now:
+                found.append(options + " on several devices" * ("sharding" in options and world_size == 1))
+    return found
 
 
 def checkpoint_line(run: RunConfig, networks: Networks) -> Line:

@@ -153,13 +153,14 @@ def gpu_lines(gpus: Gpus, world_size: int, weights: int | None = None) -> Iterat
         )
     for i, gpu in enumerate(gpus.usable):
         yield Line("ok", f"GPU {i}", f"{gpu.name}, {size(gpu.memory)}, {size(gpu.free)} of it free")
-    if gpus.usable and world_size > len(gpus.usable):
-        yield Line(
-            "fix",
-            "GPUs",
-            f"{len(gpus.usable)} for {world_size} processes; lower --num_processes (here --world-size), or check "
-            "CUDA_VISIBLE_DEVICES",
-        )
+    if gpus.usable and world_size > (count := len(gpus.usable)):
+        machines, rest = divmod(world_size, count)
+        alone = "lower --num_processes (here --world-size), or check CUDA_VISIBLE_DEVICES"
+        if rest or count == 1:
+            yield Line("fix", "GPUs", f"{count} for {world_size} processes; {alone}")
+        else:
+            told = f"{count} for {world_size} processes, which takes {machines} machines like this one"
+            yield Line("warning", "GPUs", f"{told}; without others, {alone}")
     if gpus.usable or gpus.problem or gpus.failing:
         return
     if gpus.installed and gpus.torch:

@@ -21,28 +21,31 @@ _WITHOUT_WEIGHTS = {"processor", "base"}
 
 
 def scorers_beside(run: RunConfig, world_size: int = 1) -> tuple[dict[str, tuple[int, int]], list[str]]:
-    """Reward -> number of weights and bytes of its networks, once, of those on a GPU that the run trains on; and the
-    names of such rewards whose networks are not known."""
-    known: dict[str, tuple[int, int]] = {}
-    unknown: list[str] = []
-    for name, entry in run.rewards.items():
-        if not _is_beside(entry, world_size):
-            continue
-        counts = [_weights(o, model) for o, model in entry.models().items() if o not in _WITHOUT_WEIGHTS]
-        if not counts or None in counts:
-            unknown.append(name)
-            continue
-        weights = sum(count for count in counts if count is not None)
-        known[name] = weights, weights * BYTES[getattr(entry, "dtype", "fp32")]
-    return known, unknown
+    """Reward -> number of weights and bytes of its networks, once, of those on one GPU that the run trains on, the one
+    with most bytes; and the names of rewards on any of these GPUs whose networks are not known."""
+    made_here = {name: entry for name, entry in run.rewards.items() if entry.is_made_here and entry.cpu_only is None}
+    on_each = [{name for name, entry in made_here.items() if _is_on(entry, gpu)} for gpu in range(world_size)]
+    sizes = {
+        name: _networks_size(entry) for name, entry in made_here.items() if any(name in names for names in on_each)
+    }
+    known = {name: size for name, size in sizes.items() if size is not None}
+    fullest = max(on_each, key=lambda names: sum(known[name][1] for name in names & known.keys()))
+    return {n: size for n, size in known.items() if n in fullest}, [n for n, size in sizes.items() if size is None]
 
 
-def _is_beside(entry: RewardEntry, world_size: int) -> bool:
-    if not entry.is_made_here or entry.cpu_only is not None:
-        return False
+def _is_on(entry: RewardEntry, number: int) -> bool:
+    """Whether an entry has an instance on a GPU that the run trains on."""
     devices = [entry.device] if isinstance(entry.device, str) else entry.device
-    trained_on = {"cuda", "auto", *(f"cuda:{number}" for number in range(world_size))}
-    return not trained_on.isdisjoint(devices)
+    return not {"cuda", "auto", f"cuda:{number}"}.isdisjoint(devices)
+
+
+def _networks_size(entry: RewardEntry) -> tuple[int, int] | None:
+    """Weights and bytes of the networks of a reward; None if they are not known."""
+    counts = [_weights(o, model) for o, model in entry.models().items() if o not in _WITHOUT_WEIGHTS]
+    if not counts or None in counts:
+        return None
+    weights = sum(count for count in counts if count is not None)
+    return weights, weights * BYTES[getattr(entry, "dtype", "fp32")]
 
 
 def _weights(option: str, model: str) -> int | None:

@@ -115,7 +115,8 @@ def lock_holder(run: Path) -> tuple[str, str | None]:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return ("own" if number == str(os.getpid()) else "other"), host or None
+            own = (number, host) == (str(os.getpid()), platform.node())  # containers have the same pids
+            return ("own" if own else "other"), host or None
         except OSError:  # a file system without locks
             return "", None
     return "", host or None

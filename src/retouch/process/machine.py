@@ -12,9 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 TRIM_S = 10.0
@@ -52,6 +54,16 @@ def this_machine() -> Machine:
     except OSError:
         boot = ""
     return Machine(socket.gethostname(), boot)
+
+
+@cache
+def _digest_of(machine: Machine) -> str:
+    return f"{zlib.crc32(repr(machine).encode(errors='replace')):08x}"
+
+
+def process_mark() -> str:
+    """Text for the name of a file that this process alone writes: containers that share a disk have the same pids."""
+    return f"{_digest_of(this_machine())}-{os.getpid()}"
 
 
 _CGROUPS, _CGROUP_FILES = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")

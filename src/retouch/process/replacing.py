@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from retouch.process.machine import process_mark
+
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
@@ -20,7 +22,7 @@ def beside(path: Path) -> Iterator[Path]:
     """
     if path.is_char_device() or path.is_block_device() or (path.is_symlink() and path.is_fifo()):
         raise OSError(errno.EINVAL, "not a file", str(path))
-    temporary = path.with_name(f".{path.name[:48]}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name[:48]}.{process_mark()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
         yield temporary

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from PIL.Image import Image
 
 from retouch.config import ConfigError, RunConfig
+from retouch.config.base import MOST_IMAGES
 from retouch.config.needs import takes_references
 from retouch.data.base import ItemFiles
 from retouch.data.dataset import Dataset, all_embedded
@@ -34,7 +35,7 @@ from retouch.rewards.devices import own_device
 from retouch.rewards.scorers.judge_budget import spending_of
 from retouch.types import Example
 from retouch.use.duels import pair_judges, win_rate_lines, win_rates
-from retouch.use.items import examples_of, like, make_folder
+from retouch.use.items import examples_of, like, make_folder, require_count
 from retouch.use.overlap import seen_in_training
 from retouch.use.trained import Trained
 
@@ -63,6 +64,7 @@ def compare(
     Raises:
         ConfigError: examples or a style reference that do not fit the run.
     """
+    require_count("--images", images, MOST_IMAGES)
     config = trained.config
     dataset = _examples(config, data, reference)
     if out is not None:

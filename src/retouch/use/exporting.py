@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from retouch.engine.saved import saved_run_file, sound_state
 from retouch.errors import CheckpointError, ConfigError, InputError, first_line, shown
 from retouch.files.complete import complete_checkpoints
 from retouch.files.disk import file_problem, real_place, writing
+from retouch.process.machine import process_mark
 from retouch.use.trained import chosen_weights
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _appearing(out: Path) -> Iterator[Path]:
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     place = out if out.is_dir() else out.parent  # where a disk is mounted, a folder beside it lies on another one
-    made = place / f".{out.name[:180]}.{os.getpid()}.tmp"
+    made = place / f".{out.name[:180]}.{process_mark()}.tmp"
     try:
         yield made
         if not out.exists():

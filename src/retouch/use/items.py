@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from PIL import Image
 
 from retouch.config import ConfigError, RunConfig
+from retouch.config.base import MOST_IMAGES, MOST_STEPS
 from retouch.config.errors import nearest
 from retouch.config.needs import needed_pictures, takes_references
 from retouch.data.base import FOLDERS, DataError, DataSection, ItemError, ItemFiles, ProtocolData
@@ -138,6 +139,8 @@ def require_options(config: RunConfig, request: SampleRequest) -> None:
         raise ConfigError("give either --data, or --prompt (or --text)")
     if not prompt_alone and (request.data is None) == (request.image is None):
         raise ConfigError("give either --data, or --image with --mask (or --box) and --text (or --prompt)")
+    require_count("--count", request.count, MOST_IMAGES)
+    require_count("--steps", request.steps, MOST_STEPS)
     if request.fit not in (None, *FITS):
         raise ConfigError(f"--fit: given {request.fit!r}; {nearest(request.fit, FITS)}")
     _check_crop(config, request)
@@ -177,9 +180,15 @@ def _with_options(message: str) -> str:
     return message.replace("data.fit=stretch", "--fit stretch").replace("data.resolution", "--resolution")
 
 
+def require_count(option: str, count: int | None, most: int) -> None:
+    """Raises: ConfigError: a count of a program that the command line would not take; None: not given."""
+    if count is not None and not 1 <= count <= most:
+        raise ConfigError(f"{option}: given {count}; expected 1 to {most}")
+
+
 def require_multiples(size: tuple[int, int], multiple: int, family: str) -> None:
     """Raises: ConfigError: a size that a model of a family cannot generate."""
-    if any(side % multiple for side in size):
+    if any(side < 1 or side % multiple for side in size):
         near = "x".join(str(max(multiple, round(side / multiple) * multiple)) for side in size)
         raise ConfigError(f"resolution: given {size[0]}x{size[1]}; {family} needs multiples of {multiple}; set {near}")
 

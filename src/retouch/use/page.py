@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from retouch.config import RunConfig
+from retouch.config.base import MOST_STEPS
 from retouch.config.needs import takes_references
 from retouch.data.base import DataSection, ItemFiles
 from retouch.errors import ConfigError, RetouchError
@@ -268,8 +269,8 @@ def _asked(given: Mapping[str, Any]) -> Asked:
         ConfigError: steps that are no number.
     """
     steps = str(given["steps"] or "").strip()
-    if steps and not (steps.isdecimal() and 1 <= int(steps) <= 1000):
-        raise ConfigError(f"steps: given {steps[:20]}; enter a number of 1 to 1000, or nothing for the run's")
+    if steps and not (steps.isdecimal() and 1 <= int(steps) <= MOST_STEPS):
+        raise ConfigError(f"steps: given {steps[:20]}; enter a number of 1 to {MOST_STEPS}, or nothing for the run's")
     numbers = {"seed": int(given["seed"] or 0), "count": int(given["count"] or 1)}
     numbers["steps"] = int(steps) if steps else None  # type: ignore[assignment]
     return Asked(**{**given, **numbers})

@@ -38,16 +38,21 @@ def write_endpoints(path: Path, endpoints: Sequence[Mapping[str, Any]]) -> None:
         _replace(path, [*others, *endpoints])
 
 
-def remove_endpoints(path: Path, pid: int) -> None:
+def remove_endpoints(path: Path, endpoints: Sequence[Mapping[str, Any]]) -> None:
     """Remove the servers of a process that ends: a run that starts now would wait for them.
+
+    Args:
+        endpoints: as that process wrote them. An address is not enough, because a later process may have its port, nor
+            is a pid: machines and containers that share the file have the same ones.
 
     Raises:
         OSError: it cannot be written.
         ValueError: the file is not an endpoints file.
     """
+    ours = [(one["url"], one.get("pid")) for one in endpoints]
     with locked(path):
         entries = read_endpoints(path)
-        if len(left := [one for one in entries if one.get("pid") != pid]) < len(entries):
+        if len(left := [one for one in entries if (one["url"], one.get("pid")) not in ours]) < len(entries):
             _replace(path, left)
 
 

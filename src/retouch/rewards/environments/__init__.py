@@ -71,11 +71,22 @@ class Environment:
     paired: Sequence[str]
     start: Mapping[str, Sequence[str]]
 
-    def commands(self, reward: str, folder: Path, devices: str, endpoints: Path) -> list[list[str]]:
-        """The commands that start its server, as words; programs are those of the environment in `folder`."""
+    def commands(
+        self, reward: str, folder: Path, devices: str | None = None, endpoints: Path | None = None
+    ) -> list[list[str]]:
+        """The commands that start its server, as words; programs are those of the environment in `folder`.
+
+        Raises:
+            ConfigError: `devices` or `endpoints`, which no command reads.
+        """
         found: list[list[str]] = []
-        for line in self.start.get(reward, self.start["default"]):
-            filled = {"reward": reward, "devices": devices, "endpoints": str(endpoints)}
+        lines = self.start.get(reward, self.start["default"])
+        for name, given in (("devices", devices), ("endpoints", endpoints)):
+            if given is not None and not any(f"{{{name}}}" in line for line in lines):
+                remedy = "; CUDA_VISIBLE_DEVICES chooses its GPUs" if name == "devices" else ""
+                raise ConfigError(f"--{name}: given {given}, but the server of {reward} reads none; omit it{remedy}")
+        filled = {"reward": reward, "devices": devices or "0", "endpoints": str(endpoints or "endpoints.json")}
+        for line in lines:
             words = [word.format(**filled) for word in shlex.split(line)]
             found.append([str(program(folder, words[0])), *words[1:]])
         return found
@@ -144,6 +155,18 @@ def _make(environment: Environment, folder: Path, torch_index: str | None) -> No
             _run([*pip, "--index-url", torch_index, *paired], "pip could not install torch")
         own = [own_requirement(environment.extras)] if environment.extras else []
         _run([*pip, "-c", limits, *wanted, *own], f"pip could not install the environment {environment.name}")
+
+
+def run_until_stopped(command: Sequence[str]) -> int:
+    """Run a server -> its exit code. A signal to this process ends the server, which is waited for: one that is killed
+    leaves its own processes, and its addresses in the endpoints file."""
+    with subprocess.Popen(command) as server:
+        try:
+            return server.wait()
+        except KeyboardInterrupt:
+            server.terminate()
+            server.wait()
+            raise
 
 
 def resolve(environment: Environment, python: str | None = None) -> dict[str, str]:

@@ -117,8 +117,9 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
     supervisor = Supervisor(instances, told, watch_loading=options.with_parent is None)
     with sharing_among_workers():
         supervisor.start()
+        entries = [{"rewards": list(scorers), **one.entry()} for one in instances]
         if options.endpoints is not None:
-            write_endpoints(options.endpoints, [{"rewards": list(scorers), **one.entry()} for one in instances])
+            write_endpoints(options.endpoints, entries)
         for one in instances:
             logger.info(
                 "serving %s on %s (%s)%s",
@@ -134,7 +135,7 @@ def serve(scorers: Mapping[str, Mapping[str, Any]], options: ServeOptions) -> No
         finally:
             if options.endpoints is not None and options.with_parent is None:
                 with suppress(OSError, ValueError):  # the folder is gone, or another program's file has its place
-                    remove_endpoints(options.endpoints, os.getpid())
+                    remove_endpoints(options.endpoints, entries)
 
 
 def _given(devices: Sequence[str]) -> str:
