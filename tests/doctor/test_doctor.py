@@ -308,6 +308,11 @@ def test_only_what_the_run_may_have_and_takes_less_memory_is_a_remedy() -> None:
     networks = build_networks(run.model, find_model(run.model))
     small = Gpus([Gpu("small", 2**20, 2**20)], [], "2")
     assert memory_line(run, networks, small, 1).says.endswith("; set model.train.rank=4, or take a larger one")
+    whole = run.model_copy(update={"model": run.model.model_copy(update={"quantize": None})})
+    assert memory_line(whole, networks, small, 1).says.endswith(
+        "; set model.quantize=nf4, model.train.rank=4, or instead training.sharding=fsdp2 on several devices, or take "
+        "a larger one"
+    )
 
 
 def test_a_container_has_less_than_its_machine(run_yaml: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -85,9 +85,10 @@ def memory_line(run: RunConfig, networks: Networks, gpus: Gpus, world_size: int)
 
 
 def _less(run: RunConfig, networks: Networks, world_size: int, *, on_gpus: bool) -> list[str]:
-    """Those of `_LESS` that the run file may have and with which less is counted; on GPUs sharding of a run on one
-    process as on two."""
+    """Those of `_LESS` that the run file may have and with which less is counted, with "or instead" before one that
+    excludes some before it; on GPUs sharding of a run on one process as on two."""
     processes, found = max(2, world_size) if on_gpus else world_size, list[str]()
+    together = dict[str, Any]()  # the changes of those found, which are accepted at once
 
     def counted(chosen: RunConfig) -> int:
         weights = count_weights(chosen, networks)
@@ -103,8 +104,19 @@ def _less(run: RunConfig, networks: Networks, world_size: int, *, on_gpus: bool)
             continue
         with suppress(ConfigError):
             if counted(parse_run(overlaid(written, changes, warns=False))) < now:
-                found.append(options + " on several devices" * ("sharding" in options and world_size == 1))
+                named = options + " on several devices" * ("sharding" in options and world_size == 1)
+                fits = _is_accepted(overlaid(written, together | changes, warns=False))
+                found.append(named if fits else f"or instead {named}")
+                together |= changes if fits else {}
     return found
+
+
+def _is_accepted(written: dict[str, Any]) -> bool:
+    try:
+        parse_run(written)
+    except ConfigError:
+        return False
+    return True
 
 
 def checkpoint_line(run: RunConfig, networks: Networks) -> Line:
