@@ -168,9 +168,16 @@ class Report:
     lock: Any = field(default_factory=threading.Lock)
 
     def read(self) -> None:
-        """The results of an earlier call."""
+        """The results of an earlier call.
+
+        Raises:
+            ValueError: toy sizes on the CPU in place of measurements, or the reverse.
+        """
         if self.file is not None and self.file.is_file():
             earlier = json.loads(self.file.read_text(encoding="utf-8"))
+            if earlier["dry_run"] != self.about["dry_run"]:
+                kind = "a dry run" if earlier["dry_run"] else "a GPU"
+                raise ValueError(f"--out: {self.file} holds the results of {kind}; give another file")
             self.cells = {row.pop("cell"): row for row in earlier["cells"]}
             self.about["machine"] = earlier.get("machine")
 
@@ -183,6 +190,8 @@ class Report:
         with self.lock:
             machine = found.pop("machine", None)
             self.about["machine"] = self.about.get("machine") or machine
+            if machine is not None and machine != self.about["machine"]:
+                found["machine"] = machine  # not that of the earlier cells
             self.cells[task.name] = found
             self.write()
             print(json.dumps({"cell": task.name, **{k: v for k, v in found.items() if k not in SILENT}}), flush=True)
@@ -217,7 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> Result:
         parser.error("there is no GPU here; --dry-run takes toy sizes and the CPU")
     until = started + 60 * given.minutes
     report = Report(given.out, {"dry_run": given.dry_run, "budget_s": 60 * given.minutes, "started": started})
-    report.read()
+    try:
+        report.read()
+    except ValueError as error:
+        parser.error(str(error))
     wanted = [[t for t in tasks if report.lacks(t, given.only)] for tasks in ((TESTS, *TINY), RELEASED)]
     toys, others = ([replace(t, seconds=t.seconds * given.patience) for t in tasks] for tasks in wanted)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:

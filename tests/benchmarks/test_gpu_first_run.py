@@ -134,6 +134,31 @@ def test_another_call_runs_what_has_no_result(tmp_path: Path, stub: Any) -> None
     assert all(second[name] == row for name, row in first.items() if name not in (failed, skipped))
 
 
+def test_results_of_a_dry_run_and_of_a_gpu_do_not_mix(
+    tmp_path: Path, stub: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second call took the cells of the first one for its own, and measured nothing."""
+    monkeypatch.setattr(gpu_first_run, "SEES_A_GPU", "")
+    call = ["--out", str(tmp_path / "first.json"), "--only", "tiny-sd3-sft"]
+    for first, second, kind in (["--dry-run"], [], "a dry run"), ([], ["--dry-run"], "a GPU"):
+        (tmp_path / "first.json").unlink(missing_ok=True)
+        gpu_first_run.main([*call, *first])
+        before = (tmp_path / "first.json").read_text()
+        with pytest.raises(SystemExit):
+            gpu_first_run.main([*call, *second])
+        assert f"first.json holds the results of {kind}; give another file" in capsys.readouterr().err
+        assert (tmp_path / "first.json").read_text() == before
+
+
+def test_a_cell_of_another_machine_names_it() -> None:
+    report = gpu_first_run.Report(None, {"started": 0.0})
+    for task, gpu_name in zip(cells.RELEASED, ("H200", "H200", "A100"), strict=False):
+        report.add(task, {"machine": {"gpu": gpu_name}})
+    result = report.result()
+    assert result["machine"] == {"gpu": "H200"}
+    assert [row.get("machine") for row in result["cells"]] == [None, None, {"gpu": "A100"}]
+
+
 def test_toy_sizes_have_a_time_of_their_own(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_first_run, "TINY_SECONDS", 2.0)
     stub(hangs=["tiny-sd3-sft-default"])
