@@ -89,6 +89,8 @@ def test_the_commands_name_the_reward_and_the_devices() -> None:
         ("openai_judge", "--endpoints=e.json", "--endpoints: given e.json, but the server of openai_judge reads none"),
         ("imscore", "--dry-run --start", "--start: given with --dry-run, which makes no environment"),
         ("imscore", "--dry-run --torch-index=x", "--torch-index: given with --dry-run"),
+        ("imscore", "--dry-run --devices=1", "--devices: given with --dry-run"),
+        ("imscore", "--dry-run --endpoints=e.json", "--endpoints: given with --dry-run"),
     ],
 )
 def test_an_option_that_nothing_reads(ran: list[list[str]], name: str, option: str, said: str) -> None:

@@ -170,6 +170,7 @@ def env(
     if as_json and not dry_run:
         raise ConfigError("--json: given without --dry-run; add it, or leave --json out")
     making = {"--path": path, "--torch-index": torch_index, "--start": start or None}
+    making |= {"--devices": devices, "--endpoints": endpoints}
     if dry_run and (given := [option for option, value in making.items() if value is not None]):
         raise ConfigError(f"{given[0]}: given with --dry-run, which makes no environment; leave one of them out")
     environment, reward = environment_of(name)
