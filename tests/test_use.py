@@ -917,6 +917,13 @@ def test_an_export_appears_whole_or_not_at_all(
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "lora-step-000004.safetensors"]
 
 
+def test_an_export_into_a_folder_with_a_long_name(finished: Finished, tmp_path: Path) -> None:
+    """Of three bytes a character: the name of the folder beside it was over the limit of a file system."""
+    out = tmp_path / ("\u5b57" * 80)
+    assert retouch("export", finished("lora"), "--to", "safetensors", "--out", out).code == 0
+    assert [path.name for path in out.iterdir()] == ["lora-step-000004.safetensors"]
+
+
 def test_two_exports_into_one_folder(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The later one reports the other."""
 

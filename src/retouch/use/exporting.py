@@ -148,7 +148,7 @@ def _appearing(out: Path) -> Iterator[Path]:
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     place = out if out.is_dir() else out.parent  # where a disk is mounted, a folder beside it lies on another one
-    made = place / f".{out.name[:180]}.{process_mark()}.tmp"
+    made = place / f".{out.name[:48]}.{process_mark()}.tmp"
     try:
         yield made
         if not out.exists():
