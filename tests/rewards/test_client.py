@@ -796,7 +796,9 @@ def test_an_environment_that_httpx_cannot_use_is_named(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     url = "http://192.0.2.1:1"
-    named = pytest.raises(ConfigError, match=r"environment: httpx cannot use its proxies or certificates \(.*ALL_PROXY")
+    named = pytest.raises(
+        ConfigError, match=r"environment: httpx cannot use its proxies or certificates \(.*\(or in lower"
+    )
     with named, client_of(url) as client:
         client.wait_ready(1.0)
     with named:

@@ -50,7 +50,8 @@ def reading_environment() -> Iterator[None]:
     except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
         raise ConfigError(
             f"environment: httpx cannot use its proxies or certificates ({type(error).__name__}: {first_line(error)}); "
-            "correct or unset HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY, SSL_CERT_FILE and SSL_CERT_DIR"
+            "correct or unset HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY (or in lower case), SSL_CERT_FILE and "
+            "SSL_CERT_DIR"
         ) from None
 
 
