@@ -188,11 +188,16 @@ def test_what_compilation_costs_and_saves_on_a_gpu() -> None:
     )
     more = compiled["first_step_s"] - plain["first_step_s"]
     steps = more / (trained[0] + rollout[0] - trained[1] - rollout[1])
+    text = [row["parts_s"]["text"] for row in (plain, compiled)]
+    whole = [row["step_s"] for row in (plain, compiled)]
     speed = (REPOSITORY / "docs/speed.md").read_text(encoding="utf-8")
     for said in (
         f"samples in {rollout[1]:.2f} s instead of {rollout[0]:.2f} s",
         f"take {trained[1]:.2f} s instead of {trained[0]:.2f} s",
         f"{more:.0f} s more at the first step, which about {round(steps, -1):.0f} steps win back",
+        f"whole step took {whole[1]:.2f} s instead of {whole[0]:.2f} s",
+        f"`text` took {text[1]:.2f} s instead of {text[0]:.2f} s",
+        f"if that stays, {round(more / (whole[0] - whole[1]), -2):,.0f} steps",
     ):
         assert said in speed, said
 
