@@ -19,6 +19,7 @@ from retouch import api
 from retouch.errors import RetouchError
 from retouch.process import machine
 from retouch.process.machine import SLEEPING, WAIT_POLICY, let_threads_sleep, threads_sleep
+from tests.command_line import retouch
 from tests.config.test_imports import LIGHT
 
 REPOSITORY = Path(__file__).parents[1]
@@ -96,6 +97,13 @@ def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(given: dic
     environment = {name: value for name, value in os.environ.items() if name not in SLEEPING} | given
     done = subprocess.run([sys.executable, "-c", ENTRY], env=environment, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr, done.returncode) == (f"{expected}\n", "", 0)
+
+
+def test_a_command_rounds_no_product_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In NVIDIA's images those of scores without a run were TF32: only a run and a server chose the precision."""
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    assert retouch("eval", "--help").code == 0
+    assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" not in os.environ
 
 
 def test_after_torch_the_policy_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:

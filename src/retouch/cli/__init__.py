@@ -26,7 +26,7 @@ from retouch.cli import data, flags, pages, rewards, runs, use
 from retouch.errors import RetouchError, Stopped, first_line, is_device_full, is_own
 from retouch.files.disk import OBSTRUCTED, file_problem
 from retouch.process.console import outlast_readers, results_problem
-from retouch.process.machine import let_threads_sleep
+from retouch.process.machine import keep_products_fp32, let_threads_sleep
 from retouch.process.plain_text import printable
 from retouch.process.signals import interrupt_on_signals, interrupted
 from retouch.training.stopping import CONTINUE
@@ -105,6 +105,7 @@ def _main() -> None:
     """Turn errors that a user can act on into one message and an exit code."""
     outlast_readers()
     let_threads_sleep()
+    keep_products_fp32()
     _silence_libraries()
     interrupted.clear()
     try:

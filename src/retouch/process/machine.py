@@ -113,6 +113,16 @@ def let_threads_sleep() -> bool:
     return True
 
 
+TF32_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+"""Set in NVIDIA's images: torch, which reads it when it is imported, rounds products of fp32 to TF32."""
+
+
+def keep_products_fp32() -> None:
+    """Before torch is imported, remove the variable by which scores without a run (`retouch eval --benchmark --images`,
+    `retouch reward score`) would differ from those of a run or a server."""
+    os.environ.pop(TF32_VARIABLE, None)
+
+
 def threads_sleep() -> bool:
     """Whether threads should sleep while they wait, also those of libraries without OpenMP."""
     return os.environ.get(WAIT_POLICY, "PASSIVE").strip().upper() != "ACTIVE"

@@ -29,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from retouch.process.machine import TF32_VARIABLE
 from retouch.rewards.protocol import RewardItem, ScorerSpec
 from retouch.rewards.server.frames import (
     HEAD_BYTES,
@@ -370,7 +371,7 @@ def worker_environment(device: str) -> dict[str, str]:
     """Environment that shows a worker only its GPU: libraries that use the first GPU then use the right one. It has no
     variable of NVIDIA's images by which torch rounds products of fp32 to TF32, and scores differ."""
     environment = dict(os.environ)
-    environment.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)
+    environment.pop(TF32_VARIABLE, None)
     if device.isdecimal():
         visible = environment.get("CUDA_VISIBLE_DEVICES")  # "" hides every GPU
         gpu = device if visible is None else "".join(visible.split(",")[int(device) :][:1])
