@@ -25,7 +25,7 @@ folder of wheels there, and install them beside it. The tree itself is not insta
     export PIP_ONLY_BINARY=:all: PIP_CONSTRAINT=constraints.txt
     FOR="--python-version 3.12 --implementation cp --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64"
     python -m pip download $FOR -d wheels pydantic
-    python -m pip download $FOR -d wheels --no-deps diffusers \
+    python -m pip download $FOR -d wheels --no-deps diffusers filelock \
       font-caladea font-fredoka-one font-hanken-grotesk font-manrope
     # there, in the tree
     python -m pip install --no-index --no-deps --no-compile --target site wheels/*.whl
